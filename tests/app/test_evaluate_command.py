@@ -22,6 +22,7 @@ from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
+from mola.compare.report.words import evaluation_findings, method_words
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
@@ -75,9 +76,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     found = json.loads((tmp_path / "report" / "numbers.json").read_text())
     assert list(found["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
     (inputs, labels), posterior = kind.data("test"), kind.open().posterior
-    mine, plain = (found["methods"][name]["labelled"]["test.npz"]["metrics"] for name in ("MoLA", "DE"))
-    if "equals DE" in shown[0]:
-        assert_close(mine["nll"], plain["nll"], "difference")
+    mine = found["methods"]["MoLA"]["labelled"]["test.npz"]["metrics"]
     for name, value in expected_scores(kind, posterior.predict(inputs), labels).items():
         assert_close(mine[name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
     far = posterior.predict(torch.from_numpy(np.load("far.npz")["x"])).ood_score
@@ -93,6 +92,23 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     for name in found["methods"]:
         assert name in page
     assert list((tmp_path / "report" / "figures").glob("*.png"))
+
+
+@pytest.mark.parametrize("kind", NAMES, indirect=True)
+def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_ensemble(kind):
+    result = run_evaluate(kind.open(), to_evaluate("test.npz"))
+    text = evaluation_findings(result)[0].text
+    first = text.split(". ")[0]
+    assert first.index("(MoLA)") < first.index("of the plain ensemble") < first.rindex("ensemble")
+    gap, error = result.differences["DE"]["nll"]
+    nll = {name: result.methods[name].labelled["test.npz"].metrics["nll"] for name in ("DE", "MoLA")}
+    assert gap == pytest.approx(nll["DE"] - nll["MoLA"])
+    words = "equal" if max(abs(gap), error) < 1e-6 else "clearly lower" if gap > 0 else "clearly higher"
+    words = words if abs(gap) > 2 * error or words == "equal" else "not clearly different from"
+    assert words in first.split(" that of the plain ensemble")[0]
+    assert text.endswith("Add `--ood DATA` to measure OOD detection.")
+    assert "DE-" not in text
+    assert "--ood" not in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))[0].text
 
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
@@ -134,6 +150,9 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
     }
     expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
     assert list(result.methods) == expected
+    network = "first network" if count > 1 else "network"
+    assert method_words(result)["MAP-T"] == f"the temperature-scaled {network}"
+    assert ("(LLLA)" in evaluation_findings(result)[0].text) == (count == 1)
     strange = next(open_set("strange", Intake(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = desk.inputs("test")
     for name in expected:

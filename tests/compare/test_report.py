@@ -313,6 +313,7 @@ def one_run() -> Comparison:
             test: {"nll": by_method, "accuracy": chance, "brier": chance, "ece": chance},
             outside: {"confidence": chance, "auroc": by_score, "fpr95": chance, "max probability": chance},
         },
+        differences={"MAP": {"nll": (0.04, 0.003)}, "DE": {"nll": (0.02, 0.003)}},
         notes=("<script>alert(1)</script>",),
         made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"mola": "1.0"}},
     )

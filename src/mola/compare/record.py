@@ -313,7 +313,7 @@ class Comparison:
     """Decisions on the test data, if the posterior's folder contains validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """For regression, the metrics of every other method minus those of `own`, with standard errors."""
+    """The nll (for regression, also rmse and crps) of every other method minus that of `own`, with standard errors."""
 
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""

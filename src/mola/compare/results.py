@@ -234,11 +234,15 @@ def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
 
 
 def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return the rmse, nll and crps of every other method minus those of `own`, with standard errors computed over the data points."""
+    """Return the nll (for regression, also rmse and crps) of every other method minus that of `own`, with standard errors."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     mine = found.pop(own)
     return {
-        method: {name: ((gap := one[name].minus(mine[name])).value, gap.error) for name in ("rmse", "nll", "crps")}
+        method: {
+            name: ((gap := one[name].minus(mine[name])).value, gap.error)
+            for name in ("rmse", "nll", "crps")
+            if name in one
+        }
         for method, one in found.items()
     }
 

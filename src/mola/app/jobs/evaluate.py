@@ -244,7 +244,7 @@ def run_evaluate(
         left_out=account.left_out,
         decisions=_decisions(fitted, methods, inside, classes),
         regression=regression,
-        differences=differences(inside, methods.own) if regression else {},
+        differences=differences(inside, methods.own),
         made={
             "components": len(posterior.components),
             "posterior": str(fitted.folder),

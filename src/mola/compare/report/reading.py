@@ -24,7 +24,7 @@ MAIN = "main"
 METHODS = {
     "MAP": "the first network, unchanged",
     "MAP-T": "MAP with a temperature tuned on the validation data",
-    "DE": "the deep ensemble: the mean of all networks' probabilities",
+    "DE": "the plain deep ensemble: the mean of all networks' probabilities",
     "DE-T": "DE with a temperature tuned on the validation data",
     "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
     "SWAG": "a Gaussian fitted to the weights of the last training steps",

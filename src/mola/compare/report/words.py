@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mola.compare.demo_result import DemoResult
@@ -19,7 +20,7 @@ REGRESSION_METHODS = {
     **EVALUATION_METHODS,
     "MAP": "the first network, unchanged, with the noise estimated from the training data",
     "MAP-N": "MAP with its noise rescaled to fit the validation data",
-    "DE": "the deep ensemble: a mixture of all networks, each with its own noise",
+    "DE": "the plain deep ensemble: a mixture of all networks, each with its own noise",
     "DE-N": "DE with its noise rescaled to fit the validation data",
 }
 
@@ -98,19 +99,22 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
-    """Return the findings on the test data and on each outlier set."""
-    own, base, test = comparison.own, comparison.baseline, comparison.test.name
-    mine, plain = (comparison.methods[name].labelled[test].metrics for name in (own, base))
-    metrics = ("rmse", "nll", "crps") if comparison.regression else ("accuracy", "nll", "brier", "ece")
-    same = own != base and all(abs(mine[name] - plain[name]) < SAME for name in metrics)
-    sentences = [f"{own} and {base} have the same metrics."] if same else []
-    leads = comparison.leads[test]
+    """Return the findings on the test data, which begin with the posterior against the networks alone, and on each outlier set."""
+    own, test, leads = comparison.own, comparison.test.name, comparison.leads[comparison.test.name]
+    mine, names = comparison.methods[own].labelled[test].metrics, method_words(comparison)
+    loss, digits = (
+        ("negative log-likelihood", digits_of(comparison, "nll")) if comparison.regression else ("log loss", 4)
+    )
+    sentences = [_own_sentence(comparison, loss, digits)]
+    if leads["nll"].best == (own,):
+        sentences.append(f"No other method has a lower {loss}.")
+    else:
+        sentences.append(lead_sentence(leads["nll"], f"the lowest {loss}", digits, names))
     if comparison.regression:
-        for metric, what in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
-            sentences.append(lead_sentence(leads[metric], f"the lowest {what}", digits_of(comparison, metric)))
+        what = "the lowest root mean squared error"
+        sentences.append(lead_sentence(leads["rmse"], what, digits_of(comparison, "rmse"), names))
         sentences.append(f"The 90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.")
     else:
-        sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
         # Standard error of the accuracy, assuming that it equals the mean confidence.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
@@ -122,34 +126,80 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
             sentences.append(
                 f"The mean confidence of {own} differs from its accuracy by no more than chance would explain."
             )
-    what = "the highest AUROC of all scores"
-    outliers = [
-        Finding(f"Outliers: {one.title}", lead_sentence(comparison.leads[one.name]["auroc"], what, 2, 100, " %"))
-        for one in comparison.of_role("outlier")
+    outliers, what = comparison.of_role("outlier"), "the highest AUROC of all scores"
+    if not outliers:
+        sentences.append("Add `--ood DATA` to measure OOD detection.")
+    return [
+        Finding("On the test data", " ".join(sentences)),
+        *(
+            Finding(
+                f"Outliers: {one.title}", lead_sentence(comparison.leads[one.name]["auroc"], what, 2, names, 100, " %")
+            )
+            for one in outliers
+        ),
     ]
-    return [Finding("On the test data", " ".join(sentences)), *outliers]
 
 
-def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
-    """Return a sentence such as "MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 ± 0.0010)."."""
+def method_words(comparison: Comparison) -> dict[str, str]:
+    """Return the names of the methods in sentences. The posterior keeps the short name that the tables use."""
+    network = "network" if comparison.baseline == "MAP" else "first network"
+    return {
+        "MAP": f"the plain {network}",
+        "MAP-T": f"the temperature-scaled {network}",
+        "MAP-N": f"the {network} with rescaled noise",
+        "DE": "the plain ensemble",
+        "DE-T": "the temperature-scaled ensemble",
+        "DE-N": "the ensemble with rescaled noise",
+        "DE-L": "the temperature-scaled mean of the logits",
+        "LLLA": "the Laplace approximation of the first network",
+        comparison.own: comparison.own,
+    }
+
+
+def _own_sentence(comparison: Comparison, loss: str, digits: int) -> str:
+    # Compare the posterior with the plain networks and, if validation data were available, with the scaled ones.
+    own, base, names = comparison.own, comparison.baseline, method_words(comparison)
+
+    def against(other: str) -> str:
+        gap, error = comparison.differences[other]["nll"]
+        if max(abs(gap), error or 0.0) < SAME:
+            return f"equal to that of {names[other]}"
+        size, way = f"{abs(gap):.{digits}f}", "lower" if gap > 0 else "higher"
+        if error is None:
+            return f"{way} than that of {names[other]} (by {size}, for a single input)"
+        size += f" \N{PLUS-MINUS SIGN} {error:.{digits}f}"
+        if abs(gap) > CLEAR * error:
+            return f"clearly {way} than that of {names[other]} (by {size})"
+        return f"not clearly different from that of {names[other]} ({size} {way})"
+
+    value = comparison.methods[own].labelled[comparison.test.name].metrics["nll"]
+    compared = [against(one) for one in (base, f"{base}-T", f"{base}-N") if one in comparison.methods]
+    return f"The {loss} of the posterior ({own}), {value:.{digits}f}, is {' and '.join(compared)}."
+
+
+def lead_sentence(
+    found: Lead, what: str, digits: int, names: Mapping[str, str], factor: float = 1.0, unit: str = ""
+) -> str:
+    """Return a sentence such as "MoLA has the lowest log loss, 0.1832, clearly ahead of the plain ensemble (by 0.0048 ± 0.0010)."."""
 
     def named(one: tuple[str, ...]) -> str:
-        return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
+        return names[one[0]] if len(one) == 1 else f"{names[one[0]]} by {SCORE_NAMES[one[1]]}"
 
     value = f"{what}, {factor * found.value:.{digits}f}{unit}"
     if found.rival is None or found.ahead is None:
         return f"All methods share {value}."
-    names = named(found.best)
+    best = named(found.best)
+    best = f"{best[:1].upper()}{best[1:]}"
     if found.level:
         level = [named(one) for one in found.level]
-        names += f" (tied with {', '.join(level) if len(level) < 4 else f'{len(level)} other results'})"
+        best += f" (tied with {', '.join(level) if len(level) < 4 else f'{len(level)} other results'})"
     by = f"{factor * found.ahead:.{digits}f}"
     if found.error is not None:
         by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
     if found.best in found.clear:
-        return f"{names} has {value}, clearly ahead of {named(found.rival)} (by {by})."
+        return f"{best} has {value}, clearly ahead of {named(found.rival)} (by {by})."
     why = f"within {CLEAR:g} standard errors" if found.error is not None else "for a single input"
-    return f"{names} has {value}, but is not clearly ahead of {named(found.rival)} (by {by}, {why})."
+    return f"{best} has {value}, but is not clearly ahead of {named(found.rival)} (by {by}, {why})."
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
