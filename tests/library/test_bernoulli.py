@@ -347,7 +347,7 @@ WRONG_LABELS = {
     "soft labels": (2, torch.full((6, 2), 0.3), "soft"),
     "minus one": (2, -torch.ones(6, 2), "0 or 1"),
     "complex": (1, torch.zeros(6, dtype=torch.complex128), "complex"),
-    "all missing": (2, torch.full((6, 2), NAN), "contains no known labels|every label is missing|row in use"),
+    "all missing": (2, torch.full((6, 2), NAN), "known label|every label is missing"),
 }
 
 
