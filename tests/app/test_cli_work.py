@@ -79,6 +79,24 @@ def test_info_for_people_and_for_programs_notices_damage(desk, posterior, mola_c
     assert "corrupt" in said
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), "6 x 6, colour, x / 255, not normalised"),
+        (("--mean", "0.5", "--std", "0.25"), "6 x 6, colour, x / 255, normalised with mean 0.5 and std 0.25"),
+        (("--train", "OWN:train"), None),  # the user's function prepares the images
+    ],
+    ids=str,
+)
+def test_fit_and_info_state_the_preparation_of_images(desk, tmp_path, mola_command, more, words):
+    more = [one.replace("OWN", desk.module) for one in more]
+    _, fitted, _ = mola_command(*arguments(desk, tmp_path / "posterior", *more))
+    _, described, _ = mola_command("info", tmp_path / "posterior")
+    for out in (fitted, described):
+        assert ("x / 255" in out) == (words is not None)
+        assert words is None or words in " ".join(out.split())
+
+
 def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola_command):
     place, output = tmp_path / "posterior", tmp_path / "out.csv"
     assert mola_command(*arguments(desk, place, "--no-distances", "--quiet"))[0] == 0

@@ -89,6 +89,8 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
         f"Fitted {counted(networks, 'network')} with {outputs} on {counted(found['train_count'], datum)}: structure "
         f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(found))}{rule}."
     )
+    if found["images"]:
+        console.print(f"Images: {found['images']}.")
     measured = found["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE

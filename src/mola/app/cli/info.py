@@ -80,6 +80,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else f"{found['outputs']}, unnamed",
         ),
         ("inputs", shapes),
+        *([("images", found["images"])] if found["images"] else []),
         ("made from", ", ".join(found["networks"])),
         ("weight files", ", ".join(found["weight_files"]) or "none"),
         (

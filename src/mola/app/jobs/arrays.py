@@ -37,18 +37,23 @@ class Arrays(Set):
     values: NDArray[Any]
     """Pixels as bytes, or network inputs, of shape (n, ...)."""
 
+    @property
+    def has_pixels(self) -> bool:
+        """True for bytes of shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
+        return self.values.dtype == np.uint8 and self.values.ndim in (3, 4)
+
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Yield the batches with indices `first`, `first + step`, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
         for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
             values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
-            if values.dtype == torch.uint8:
+            if self.has_pixels:
                 if values.ndim == 3:
                     values = values[:, None]
-                elif values.ndim == 4 and values.shape[-1] in (1, 3) and values.shape[1] not in (1, 3):
+                elif values.shape[-1] in (1, 3) and values.shape[1] not in (1, 3):
                     values = values.permute(0, 3, 1, 2)
-                values = self.intake.normalise(values) if values.ndim == 4 else values
+                values = self.intake.normalise(values)
             if shape is not None and tuple(values.shape[1:]) != shape:
                 raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}; expected {shape}.")
             names = [f"{Path(self.name).name}[{index}]" for index in range(start, start + len(values))]

@@ -295,6 +295,7 @@ def _result(posterior: MoLA, data: Material, measured: dict[str, Any] | None) ->
         "has_positions": posterior.is_dense,
         "left_out": len(data.account),
         "intake": data.intake.plain(),
+        "images": data.intake.describe() if data.train.has_pixels else "",
         "validation": measured,
         "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

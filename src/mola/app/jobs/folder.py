@@ -40,6 +40,7 @@ RESULT = {
     "form": str,
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
+    "images": str,
 }
 LARGEST_INPUT = 2**28
 """Maximum number of values in one input. A document that gives a larger number must be damaged."""
@@ -266,6 +267,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "weight_files": list(job.weights),
         "inputs": result["inputs"],
         "intake": result["intake"],
+        "images": result["images"],
         "train": job.train,
         "val": job.val,
         "positions": job.positions,

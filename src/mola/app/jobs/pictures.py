@@ -47,6 +47,11 @@ class Pictures(Set):
     errors: tuple[str | None, ...]
     """Reasons why images are unusable, if known before their files are opened; None for all other images."""
 
+    @property
+    def has_pixels(self) -> bool:
+        """True, because image files are decoded to bytes."""
+        return True
+
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Yield the batches with indices `first`, `first + step`, ...; decode the next batch while the current one is in use."""
         size = self.intake.batch_size

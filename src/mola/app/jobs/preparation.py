@@ -55,6 +55,17 @@ class Intake:
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
+    def describe(self) -> str:
+        """Describe how images are prepared, such as "32 x 32, colour, x / 255, not normalised"; needs the shape of the inputs."""
+        assert self.shape is not None
+        channels, height, width = self.shape
+        colours = {1: "greyscale", 3: "colour"}.get(channels, f"{channels} channels")
+        numbers = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        normalised = "normalised with mean {} and std {}".format(*numbers)
+        if set(self.mean) == {0.0} and set(self.std) == {1.0}:
+            normalised = "not normalised"
+        return f"{height} x {width}, {colours}, x / 255, {normalised}"
+
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain values to store in a file."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -53,6 +53,11 @@ class Set:
     count: int | None = None
     """Number of inputs, if known."""
 
+    @property
+    def has_pixels(self) -> bool:
+        """True if the inputs are images stored as bytes, which are divided by 255 and normalised."""
+        return False
+
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Yield the batches with indices `first`, `first + step`, ..., so that several processes can share a set."""
         raise NotImplementedError
