@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mola.app.cli import app
-from mola.compare.demo_result import DEFAULT, METHODS, DemoSettings
+from mola.compare.demo_result import DEFAULT, METHODS, PAPER, DemoSettings
 from mola.compare.report.writing import write_demo
 from mola.lab.demo import NEAR, run_demo
 from tests.pages import Page
@@ -60,17 +60,17 @@ def test_on_digits_laplace_costs_nothing(result):
     accuracy, nll, ece = (labelled(result, 0, metric) for metric in ("accuracy", "nll", "ece"))
     assert list(accuracy) == list(METHODS)
     assert min(accuracy.values()) > 0.93
-    assert accuracy["MoLA"] > accuracy["MAP"] - 0.01
-    assert nll["MoLA"] < nll["MAP"]
+    assert accuracy[PAPER] > accuracy["MAP"] - 0.01
+    assert nll[PAPER] < nll["MAP"]
     assert nll[DEFAULT] < nll["DE-T"] + 0.005
-    assert ece["MoLA"] < ece["MAP"] + 0.02
+    assert ece[PAPER] < ece["MAP"] + 0.02
 
 
 @pytest.mark.parametrize("kind", [*NEAR, FAR])
 def test_mola_is_less_sure_of_outliers_and_tells_them_apart_better(result, kind):
     confidence, area = outliers(result, kind)
-    assert confidence["MoLA"] < min(confidence["MAP"] - 0.1, confidence["DE"])
-    assert area["MoLA"] > area["MAP"] + 0.05
+    assert confidence[PAPER] < min(confidence["MAP"] - 0.1, confidence["DE"])
+    assert area[PAPER] > area["MAP"] + 0.05
     assert confidence[DEFAULT] < confidence["DE-T"]
 
 
@@ -78,8 +78,8 @@ def test_rotation_hurts_mola_less(result):
     assert [one.level for one in result.comparison.of_role("shift")] == list(range(15, 181, 15))
     for angle in range(30, 181, 15):
         nll, confidence = (labelled(result, angle, metric) for metric in ("nll", "confidence"))
-        assert nll["MoLA"] < nll["MAP"]
-        assert confidence["MoLA"] < confidence["MAP"]
+        assert nll[PAPER] < nll["MAP"]
+        assert confidence[PAPER] < confidence["MAP"]
         if 60 <= angle <= 120:
             assert nll[DEFAULT] < nll["DE-T"]
     assert labelled(result, 45, "accuracy")["MAP"] < labelled(result, 15, "accuracy")["MAP"] < 0.96
@@ -89,17 +89,17 @@ def test_rotation_hurts_mola_less(result):
 def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, kind):
     distance = result.distance
     curves, limits, bounds = (one[kind] for one in (distance.curves, distance.limits, distance.bounds))
-    assert curves["MoLA"][-1] == pytest.approx(limits["MoLA"], abs=1e-5)
-    assert abs(curves["MoLA"][0] - limits["MoLA"]) > 1e-4
-    assert (curves["MoLA"] <= bounds["MoLA"] + 1e-6).all()
-    assert limits["MoLA"] < 0.999
+    assert curves[PAPER][-1] == pytest.approx(limits[PAPER], abs=1e-5)
+    assert abs(curves[PAPER][0] - limits[PAPER]) > 1e-4
+    assert (curves[PAPER] <= bounds[PAPER] + 1e-6).all()
+    assert limits[PAPER] < 0.999
     assert curves["MAP"][-1] > 0.9999
     # The default rule guesses among ten classes; the Theorem's bound is for logits without a distance exponent.
     assert limits[DEFAULT] == pytest.approx(0.1, abs=1e-6)
     assert curves[DEFAULT][-1] == pytest.approx(0.1, abs=1e-3)
     assert DEFAULT not in bounds
     confidence, _ = outliers(result, FAR_DIGITS)
-    assert confidence[DEFAULT] < 0.15 < confidence["MoLA"]
+    assert confidence[DEFAULT] < 0.15 < confidence[PAPER]
 
 
 def test_the_bound_bites_at_small_prior_precisions_and_is_never_crossed(result):
@@ -115,7 +115,7 @@ def test_on_two_moons_map_is_sure_nearly_everywhere_and_mola_is_not(result):
     maps = result.moons.maps
     assert all(confidence.shape == (25, 25) and confidence.min() >= 0.5 for confidence in maps.values())
     assert maps["MAP"].mean() > 0.97
-    assert maps["MoLA"].mean() < maps["DE"].mean() < maps["MAP"].mean()
+    assert maps[PAPER].mean() < maps["DE"].mean() < maps["MAP"].mean()
 
 
 def test_the_same_seed_gives_the_same_numbers(runs):

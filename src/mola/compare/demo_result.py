@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from mola.compare.record import Comparison
 
-DEFAULT = "MoLA (calibrated)"
-"""Name of MoLA when tuned by the library's default rule."""
+PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
+"""Names of MoLA when tuned by the paper's rule and by the library's default rule."""
 
-METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
+METHODS = ("MAP", "DE", "DE-T", PAPER, DEFAULT)
 """Names of the methods: a single network, an ensemble, the same ensemble with a temperature, and MoLA tuned by the paper's rule and by
 the default rule."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mola
 from mola.baselines import temperature_scaled
 from mola.compare.answers import Answer, outlier_scores
-from mola.compare.demo_result import DEFAULT, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
+from mola.compare.demo_result import DEFAULT, PAPER, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
 from mola.compare.methods import LastLayer, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
@@ -35,7 +35,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 SHOWN = (0, 45, 90)
 """Rotation angles, in degrees, of the example digits."""
 
-NEAR = ("natural patches", "noise")
+NEAR = ("patches of photographs", "noise")
 """Outlier sets with the same range of values as the digits."""
 
 
@@ -47,7 +47,7 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
             "MAP": mola.ensemble(networks[:1]),
             "DE": mola.ensemble(networks),
             "DE-T": temperature_scaled(networks, validation),
-            "MoLA": posterior.tune(validation, rule="threshold", progress=False),
+            PAPER: posterior.tune(validation, rule="threshold", progress=False),
             DEFAULT: posterior.tune(validation, progress=False),
         }
 
@@ -127,7 +127,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
     tuned = {name: method for name, method in methods.items() if method.structure is not None}
     # With a distance exponent, the bound differs between inputs; like the limit, it falls to 1/C.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
-    at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
+    at = [methods[PAPER].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
         scales=SCALES,
         curves={kind: {name: curve(one, x) for name, one in methods.items()} for kind, x in kinds.items()},

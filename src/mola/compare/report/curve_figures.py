@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mola.compare.demo_result import METHODS, DemoResult
+from mola.compare.demo_result import METHODS, PAPER, DemoResult
 from mola.compare.record import Comparison, Record, RegressionDetail
 from mola.compare.report.estimate import Estimate
 from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, levels_of, shared_outliers
@@ -239,13 +239,13 @@ def demo_distance(result: DemoResult) -> Figure:
                 style = {**drawn[method], "linestyle": dashes}
                 lines.append(Line(ends, [value] * 2, f"{words}, {method}", style))
         panels.append(Panel(f"{kind}, scaled away", lines, {**common, "xlabel": "scale δ of the input"}))
-    chosen = result.comparison.methods["MoLA"].chosen["prior_precision"][0]
+    chosen = result.comparison.methods[PAPER].chosen["prior_precision"][0]
     lines = [
-        Line(distance.precisions, distance.limit, "limit, MoLA", {"color": green, "linestyle": DOTTED}),
-        Line(distance.precisions, distance.bound, "bound, MoLA", {"color": green, "linestyle": DASHED}),
-        Line(distance.precisions, distance.test_confidence, "MoLA, test digits", {"color": INK}),
+        Line(distance.precisions, distance.limit, f"limit, {PAPER}", {"color": green, "linestyle": DOTTED}),
+        Line(distance.precisions, distance.bound, f"bound, {PAPER}", {"color": green, "linestyle": DASHED}),
+        Line(distance.precisions, distance.test_confidence, f"{PAPER}, test digits", {"color": INK}),
         Line([chosen] * 2, [0, 1], "λ as tuned", {"color": INK, "linewidth": 0.8, "alpha": 0.6}),
     ]
-    title = "MoLA at other prior precisions: noise"
+    title = "other prior precisions: noise"
     panels.append(Panel(title, lines, {**common, "xlabel": "prior precision λ"}))
     return draw_panels(panels, 3.0)

@@ -35,6 +35,7 @@ METHODS = {
     "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
     "MIMO-MoLA": "MIMO with a Laplace approximation of each output",
     "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
+    "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
     "MoLA (NLL)": "MoLA tuned by validation log loss",
     "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
     "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",

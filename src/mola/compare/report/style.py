@@ -30,6 +30,7 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "DE-L": ("#56b4e9", "-"),
     "MAP-N": (COLOURS["MAP"], DASHED),
     "DE-N": (COLOURS["DE"], DASHED),
+    "MoLA (threshold)": (COLOURS["MoLA"], "-"),
     "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
     "MoLA (distance)": ("#d55e00", "-"),
     "LLLA (distance)": ("#d55e00", DASHED),
