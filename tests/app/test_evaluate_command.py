@@ -211,6 +211,7 @@ def test_the_report_shows_guarantees_beside_the_test_data(desk, fitted, monkeypa
     inside = sets[torch.arange(len(labels)), labels]
     assert found.sets.realised == pytest.approx(float(inside.double().mean()))
     assert found.sets.size == pytest.approx(float(sets.sum(1).double().mean()))
+    assert found.sets.empty == pytest.approx(float((~sets.any(1)).double().mean()))
     assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
     assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
 

@@ -331,7 +331,10 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
 
 
 def test_the_page_of_one_run_escapes_every_name():
-    text = evaluation_page(one_run(), [])
+    run = one_run()
+    assert "in less than a second," in evaluation_page(replace(run, made={**run.made, "seconds": 0.4}), [])
+    text = evaluation_page(run, [])
+    assert "in 3 seconds," in text
     assert {"script", "i", "q", "u"}.isdisjoint(Page(text).tags)
     for words in ("&lt;i&gt;test", "Outliers: &lt;q&gt;&amp;.npz", "&lt;u&gt;</th>", "mola evaluate &lt;p&gt;"):
         assert words in text

@@ -255,6 +255,8 @@ class SetResult:
     realised: float
     size: float
     """Mean number of classes per prediction set."""
+    empty: float
+    """Share of prediction sets that contain no class."""
     classes: dict[str, float]
     """Coverage for each class in the test data."""
 

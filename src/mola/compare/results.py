@@ -213,6 +213,7 @@ def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResu
         promised=promised,
         realised=float(held.mean()),
         size=float(tally["set size"].mean()),
+        empty=float((tally["set size"] == 0).double().mean()),
         classes={classes[place]: covered[place] for place in counts.nonzero().flatten().tolist()},
     )
 

@@ -18,6 +18,7 @@ from mola.compare.report.single_run_tables import demo_tables, detail_table, eva
 from mola.compare.report.style import INK, Drawn, strokes
 from mola.compare.report.suite_tables import ablation_groups
 from mola.compare.report.tables import Table, as_html
+from mola.options import counted
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def _render(template: str, **context: object) -> str:
     environment.filters |= {
         "as_html": as_html,
         "ablation_groups": ablation_groups,
+        "duration": _duration,
         "findings": words.suite_findings,
         "inline_svg": _inline_svg,
         "prose": _prose,
@@ -90,6 +92,10 @@ def _render(template: str, **context: object) -> str:
 def _prose(text: str) -> Markup:
     # Text in backticks becomes a code element.
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _duration(seconds: float) -> str:
+    return counted(round(seconds), "second") if seconds >= 1 else "less than a second"
 
 
 def _inline_svg(svg: str, label: str) -> Markup:

@@ -123,9 +123,11 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
     values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
     worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
+    empty = f" ({100 * sets.empty:.1f} % of the sets are empty)" if sets.empty else ""
     by_class = (
         f"Prediction sets of {comparison.own} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on "
-        f"average. Classes with the lowest coverage come first. `mola predict --by-class` guarantees this coverage for every class."
+        f"average{empty}. Classes with the lowest coverage come first. `mola predict --by-class` guarantees this coverage for "
+        f"every class."
     )
     covered = {name: [100 * sets.classes[name]] for name in worst}
     return [
