@@ -210,5 +210,9 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
     with pytest.raises(DataError, match=r"2 classes .a, b. for a network with 3 outputs"):
         run_fit(job_for(desk, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
+    for number in (2, 4):
+        words = f"--classes is {number}, but the network has 3 outputs and train has 3 classes"
+        with pytest.raises(DataError, match=words):
+            run_fit(job_for(desk, train="train", classes=number), tmp_path / "posterior")
     with pytest.raises(DataError, match="'cat', which is not one of the 3 classes"):
         run_fit(job_for(desk, classes=("a", "b", "c")), tmp_path / "posterior")

@@ -40,7 +40,7 @@ from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
 from mola.links import LINKS, as_link
 from mola.network import as_batch, call, check_positions, evaluating, find_heads
-from mola.options import one_of
+from mola.options import counted, one_of
 from mola.posterior import MoLA
 from mola.saving.files import write_atomically, write_folder
 from mola.saving.posterior import pack
@@ -327,15 +327,20 @@ class Material:
         self.inputs = describe_inputs(self.first)
         self.outputs = self._count_outputs(built, isinstance(train, Pictures))
         listed = self.classes or ()
-        counts = {job.classes if isinstance(job.classes, int) else self.outputs, len(listed) or self.outputs}
-        for many in counts - {self.outputs}:
+        many, outputs = len(listed), counted(self.outputs, "output")
+        classes = f"{counted(many, 'class', 'classes')} ({', '.join(listed[:5])}{', ...' if many > 5 else ''})"
+        if isinstance(job.classes, int) and job.classes != self.outputs:
+            found = f"the network has {outputs}" + (f" and {job.train} has {classes}" if listed else "")
+            raise DataError(
+                f"--classes is {job.classes}, but {found}. Correct --classes, or choose other data or networks."
+            )
+        if listed and many != self.outputs:
             advice = (
                 f"Remove from {job.train} any folders or names that are not classes, or use networks with {many} outputs"
                 if listed == train.classes and many > self.outputs
                 else "Pass all class names, in the order of the outputs, with --classes"
             )
-            names = f" ({', '.join(listed[:5])}{', ...' if many > 5 else ''})" if listed else ""
-            raise DataError(f"got {many} classes{names} for a network with {self.outputs} outputs. {advice}.")
+            raise DataError(f"got {classes} for a network with {outputs}. {advice}.")
         # The data are opened again because the possible labels are now known.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
@@ -354,7 +359,7 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Use --resize "
+                f"the network does not accept images of {height}x{width} pixels with {counted(channels, 'channel')}. Use --resize "
                 f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
             ) from error
 
