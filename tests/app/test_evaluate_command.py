@@ -23,6 +23,7 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
 from mola.compare.report.words import evaluation_findings, method_words
+from mola.errors import MolaWarning
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
@@ -190,7 +191,11 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
 @pytest.mark.usefixtures("_at_the_desk")
 def test_data_that_were_seen_before_are_named(desk, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
-        assert any("the validation data" in note for note in run_evaluate(fitted, to_evaluate(name)).notes)
+        with pytest.warns(MolaWarning, match="also the validation data"):
+            found = run_evaluate(fitted, to_evaluate(name))
+        assert any("the validation data" in note for note in found.notes)
+    with pytest.warns(MolaWarning, match="also the training data"):
+        run_evaluate(fitted, to_evaluate(fitted.job.train))
 
 
 @pytest.mark.usefixtures("_at_the_desk")

@@ -27,7 +27,7 @@ from mola.app.jobs.groups import MORE, Opening, Reporting
 from mola.app.jobs.job import RUN, Progress
 from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
 from mola.app.jobs.rows import Account, Loader, Set
-from mola.app.jobs.sets import overlap
+from mola.app.jobs.sets import are_same, overlap
 from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare.answers import Answer, outlier_scores
@@ -46,7 +46,7 @@ from mola.compare.results import (
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.distributed import Team
-from mola.errors import DataError, OptionError
+from mola.errors import DataError, OptionError, warn
 from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
 from mola.network import IGNORE_INDEX
@@ -199,6 +199,9 @@ def run_evaluate(
         on_share(0.0)
         return Loader(source, account, options.strict, labelled, on_share, together)
 
+    seen = _seen_before(fitted, test, val)
+    for note in seen:
+        warn(note)
     # All sets are opened first, so that a wrong name is reported immediately.
     tuned_on = val or fitted.job.val
     sources = {
@@ -240,7 +243,7 @@ def run_evaluate(
         ),
         classes=classes,
         leads={test: labelled_leads(inside)} | {name: outlier_leads(inside, tallies[name]) for name in outliers},
-        notes=(*notes, *_overlaps(fitted, test, tuned_on)),
+        notes=(*notes, *seen),
         left_out=account.left_out,
         decisions=_decisions(fitted, methods, inside, classes),
         regression=regression,
@@ -409,12 +412,15 @@ def _answers_at(fitted: PosteriorFolder, rate: float, tally: Tally, outlying: Te
     return AnswerResult(rate, CERTAINTY, float(threshold), float(answered.double().mean()), wrong)
 
 
-def _overlaps(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:
+def _seen_before(fitted: PosteriorFolder, test: str, val: str | None) -> list[str]:
     # Return warnings about test data that were also used for training or tuning.
     notes = []
-    for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
-        if name is not None and len({Path(one).expanduser().resolve() for one in (name, test)}) == 1:
-            notes.append(f"The test data are also the {what} data, so the scores are too optimistic.")
+    used = {val: "validation", fitted.job.val: "validation", fitted.job.train: "training"}
+    for name, what in used.items():
+        if name is not None and are_same(name, test):
+            notes.append(
+                f"The test data are also the {what} data, so the scores are too optimistic. Use held-out data."
+            )
         elif name is not None and overlap(name, test):
             base = test.partition(":")[0]
             notes.append(

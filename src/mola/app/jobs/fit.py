@@ -28,7 +28,7 @@ from mola.app.jobs.pictures import Pictures, usual_form
 from mola.app.jobs.preparation import Intake, make_intake
 from mola.app.jobs.regression import networks_alone, noise_factors, summary
 from mola.app.jobs.rows import Account, Loader, Set
-from mola.app.jobs.sets import open_set
+from mola.app.jobs.sets import are_same, open_set
 from mola.app.options import as_document, to_toml
 from mola.compare.answers import Answer
 from mola.compare.regression import RegressionAnswer
@@ -121,7 +121,7 @@ def run_fit(
             "--bundle copies the files passed with --weights into the folder. Networks with their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
-    if job.val is not None and job.val == job.train:
+    if job.val is not None and are_same(job.val, str(job.train)):
         warn(
             "the validation data are the same as the training data, on which accuracy and confidence are too high. Use held-out data."
         )

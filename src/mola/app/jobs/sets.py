@@ -179,6 +179,11 @@ def _arrays(name: str, intake: Intake, inputs: Tensor, labels: Tensor | None) ->
     return Arrays(name=name, intake=intake, values=inputs.numpy(), labels=labels, count=len(inputs))
 
 
+def are_same(one: str, other: str) -> bool:
+    """Return True if two names refer to the same data."""
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
 def overlap(one: str, other: str) -> bool:
     """Return True if two built-in sets share images. `val` and `report` are parts of `test`."""
     (base, _, split), (other_base, _, other_split) = one.partition(":"), other.partition(":")
