@@ -524,15 +524,19 @@ class MoLA(Mixture):
         start = self.with_parts(scaling=LogitScaling(reference=self.scaling.reference))
         if self.weighting == "evidence" and getattr(chosen, "fixes_weights", False):
             start = start.with_weights(start.weights)
-        data = None
+        data: HeldOut | None = None
+        notes: tuple[str, ...] = ()
         with torch.inference_mode(False), torch.no_grad():
             if val_loader is not None:
                 needs_labels = True if getattr(chosen, "needs_labels", True) else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
                 if self.has_distances:
-                    start = start.with_parts(scaling=replace(start.scaling, reference=start.reference_on(data)))
+                    reference = start.reference_on(data)
+                    notes = data.notes_on_norms(reference, [one.layer.distance for one in self.components if one.layer])
+                    start = start.with_parts(scaling=replace(start.scaling, reference=reference))
             tuning = chosen(start, data)  # type: ignore[arg-type]
+            tuning = replace(tuning, notes=(*tuning.notes, *notes))
             if team is not None:
                 tuning = team.share(tuning)
         return start.tuned(tuning)

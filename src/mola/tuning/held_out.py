@@ -37,6 +37,8 @@ UNLIKE = 4.0
 """Ratio of the feature norms of the validation data to those of the training data above which, or below whose inverse, the inputs
 seem to be preprocessed differently."""
 
+TINY = 1e-300
+
 NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
 
@@ -155,27 +157,30 @@ class HeldOut:
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
-        """Return, for each network, the median distance and the 99 % quantile of the feature norms.
-
-        Warn if the norms differ greatly from those of the training data, as when one of the two sets is not normalised.
-        """
-        scales, ratios = [], []
+        """Return, for each network, the median distance and the 99 % quantile of the feature norms."""
+        scales = []
         for distance, phi in zip(distances, self.phi, strict=True):
             assert distance is not None
             parts = [distance.logs(some) for some in torch.split(phi, 4096)]
             rows = torch.stack([torch.cat([part[field] for part in parts]) for field in (0, 1)], 1) if parts else None
             logs = self.gather(rows).numpy()
             median = max(math.exp(np.quantile(logs[:, 0], 0.5)), COPIES * distance.training_distance)
-            norm = math.exp(np.quantile(logs[:, 1], LONG))
-            scales.append(FeatureScale(median, norm))
-            ratios.append(norm / distance.training_norm if distance.training_norm > 0 else 1.0)
-        widest = max(ratios, key=lambda ratio: max(ratio, 1 / max(ratio, 1e-300)))
-        if not 1 / UNLIKE < widest < UNLIKE:
-            warn(
-                f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both "
-                f"are preprocessed in the same way."
-            )
+            scales.append(FeatureScale(median, math.exp(np.quantile(logs[:, 1], LONG))))
         return Reference(tuple(scales))
+
+    def notes_on_norms(self, reference: Reference, distances: Sequence[ClassDistance | None]) -> tuple[str, ...]:
+        """Warn, and return a note, if feature norms differ greatly from those of the training data."""
+        pairs = [(scale.norm, one.training_norm) for scale, one in zip(reference.scales, distances, strict=True) if one]
+        ratios = [max(norm, TINY) / max(trained, TINY) for norm, trained in pairs]
+        widest = max(ratios, key=lambda ratio: abs(math.log(ratio)))
+        if 1 / UNLIKE < widest < UNLIKE:
+            return ()
+        note = (
+            f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both are "
+            f"preprocessed in the same way."
+        )
+        warn(note)
+        return (note,)
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
         """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""
