@@ -42,8 +42,9 @@ class Kron(Structure):
     """Kronecker factors as in Algorithm 1 of the paper: the prior is split evenly between the two factors.
 
     Args:
-        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, where A starts at 0; by default, exact sums are
-            computed. A running average depends on the order of the batches, so it cannot be split across processes.
+        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, where A starts at 0; by default, the factors
+            are exact means over the training data. A running average depends on the order of the batches, so it cannot be split across
+            processes.
     """
 
     running_average: float | None = None
