@@ -1,6 +1,7 @@
 """The calibrated rule: what it gains and spends on validation data, and what it leaves alone."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def test_validation_loss_stays_within_the_budget(problem):
     assert tuned.distance_exponent > 0
     assert own <= min(tuned.tuning.curve["nll"]) + max(0.5 * (scaled - min(tuned.tuning.curve["nll"])), 0.011 * own)
     assert tuned.tuning.summary.startswith("The validation log loss is")
+    cost, allowed = re.search(
+        r"(?:raised|lowered) the log loss by ([\d.e-]+)(?: \(allowed: ([\d.e-]+)\))?\.$", tuned.tuning.summary
+    ).groups()
+    assert ("raised" in tuned.tuning.summary) == (allowed is not None)
+    assert allowed is None or 0 < float(cost) <= 1.1 * float(allowed)
 
 
 def test_it_gains_on_test_data_of_overconfident_networks(problem):

@@ -102,7 +102,7 @@ class Calibrated(Rule):
         search = Search(posterior, data)
         plain, scaled = search.ensembles()
         best = search.keep_gains(scaled)
-        cautious = best
+        cautious, budget = best, 0.0
         if posterior.has_distances:
             budget = max(SHARE * (scaled.loss - best.loss), self.price * best.loss)
             cautious = search.most_cautious(best, best.loss + budget)
@@ -110,7 +110,7 @@ class Calibrated(Rule):
         return Tuning(
             f"Calibrated(price={self.price:g})",
             (chosen.precision,) * len(posterior.components),
-            _summary(chosen, cautious, best, scaled, plain, search.data),
+            _summary(chosen, cautious, best, scaled, plain, budget, search.data),
             _notes(chosen.temperature),
             curve={
                 "prior_precision": tuple(one.precision for one in search.tried),
@@ -267,7 +267,9 @@ def _notes(temperature: float) -> tuple[str, ...]:
     )
 
 
-def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:
+def _summary(
+    chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, budget: float, data: HeldOut
+) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
@@ -282,12 +284,14 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
     )
     used = {"pooling": best.pooling < 1, "covariance": best.precision < NO_COVARIANCE}
     gained = " and ".join(name for name in used if used[name])
-    parts = [f"{gained.capitalize()} lowered it by {scaled.loss - best.loss:.2g}."] if gained else []
+    parts = [f"{gained.capitalize()} lowered the log loss by {scaled.loss - best.loss:.2g}."] if gained else []
     if chosen.exponent > 0:
         cost = cautious.loss - best.loss
-        effect = f"{'raised' if cost > 0 else 'lowered'} it by {abs(cost):.2g}"
-        effect = effect if abs(cost) > TOO_SMALL * best.loss else "had no measurable cost"
-        parts.append(f"Caution far from the training data {effect}.")
+        effect = "had no measurable effect on the log loss"
+        if abs(cost) > TOO_SMALL * best.loss:
+            raised = f"raised the log loss by {cost:.2g} (allowed: {budget:.2g})"
+            effect = raised if cost > 0 else f"lowered the log loss by {-cost:.2g}"
+        parts.append(f"Caution far from the training data (distance exponent {chosen.exponent:.3g}) {effect}.")
     return f"The validation log loss is {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
 
