@@ -107,6 +107,7 @@ NO_DATA = {
     "an empty folder": (lambda root: (root / "set").mkdir(), "set", "set contains no images"),
     "an unknown kind": (lambda root: (root / "set").touch(), "set", "set has an unknown format"),
     "nothing": (lambda root: None, "set", "unknown data '.*set': the file or folder does not exist"),
+    "a slip": (lambda root: (root / "train").mkdir(), "trian", "Did you mean 'train'"),
     "no subfolders": (lambda root: shutil.copytree("strange", root / "set"), "set", "its images have no labels"),
     "a subfolder too deep": (
         lambda root: shutil.copytree("train", root / "set" / "sets"),

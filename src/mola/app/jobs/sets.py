@@ -154,7 +154,8 @@ def open_set(
         if not callable(function):
             raise OptionError(f"expected a function that returns batches, but {name} is a {type(function).__name__}.")
         return Own(name=name, intake=intake, function=function, labelled=labelled)
-    hint = "" if is_path(name) or path.suffix else did_you_mean(name.partition(":")[0], BUILT_IN)
+    known = [*([] if is_path(name) or path.suffix else BUILT_IN), *(one.name for one in path.parent.glob("*"))]
+    hint = did_you_mean(path.name.partition(":")[0], known)
     raise OptionError(
         f"unknown data {name!r}: the file or folder does not exist.{hint} The built-in sets are "
         f"{', '.join(BUILT_IN)}. Specify your own function as package.module:function."
