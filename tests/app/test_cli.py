@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import mola
 from mola.app.cli import app
+from mola.app.cli.progress import showing_progress
 from tests.forked_python import run_python
 
 
@@ -39,3 +40,14 @@ def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     assert f"pip install 'mola-torch[{extra}]'" in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_progress_without_a_terminal_shows_a_line_for_each_step_or_tenth(capsys):
+    with showing_progress(quiet=False) as progress:
+        progress("reading", 0.0)
+        for epoch in range(1, 101):
+            progress(f"epoch {epoch} of 100", epoch / 100)
+        progress("done", 1.0)
+    first, *epochs, last = capsys.readouterr().err.splitlines()
+    assert ("reading" in first, "done" in last) == (True, True)
+    assert len(epochs) == 11, "the first epoch and ten tenths"

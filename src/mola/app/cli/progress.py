@@ -1,7 +1,11 @@
-"""Show progress on stderr: as a bar in a terminal, otherwise as one line per step."""
+"""Show progress on stderr: as a bar in a terminal, otherwise as one line per step.
+
+Steps that differ only in their numbers, such as epochs, share one line for each tenth of the work.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,12 +25,13 @@ def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
             task = bar.add_task("", total=1.0)
             yield lambda doing, done: bar.update(task, description=doing, completed=done)
     else:
-        printed = ""
+        printed, tenth = "", 0
 
         def show(doing: str, done: float) -> None:
-            nonlocal printed
-            if doing != printed:
+            nonlocal printed, tenth
+            repeated = re.sub(r"\d+", "", doing) == re.sub(r"\d+", "", printed)
+            if doing != printed and not (repeated and int(10 * done) == tenth):
                 console.print(f"{round(100 * done):3d} % {doing}", highlight=False)
-                printed = doing
+                printed, tenth = doing, int(10 * done)
 
         yield show
