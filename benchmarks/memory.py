@@ -48,7 +48,7 @@ CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("predict", "kron", 512, 100, 2048, False),
     ("predict", "kron", 512, 100, 16_384, False),
 )
-"""Task, structure, P, C, N, and whether the limit applies (a peak of at most 3 times the size of the result)."""
+"""Task, structure, P, C, N, and whether the memory limit (a peak of at most 3 times the size of the result) applies."""
 BAR = 3.0
 QUICK = (0, 5, 7)
 

@@ -46,7 +46,7 @@ class Option:
 
     name: str
     default: Any
-    """`MISSING` for a required option."""
+    """Default value, or `MISSING` if the option is required."""
     kind: type
     help: str
     """Help text: one or two short lines without a full stop. An option without help shares the previous option's line."""

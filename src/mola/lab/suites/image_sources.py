@@ -21,7 +21,7 @@ from mola.lab.training import Labelled, Recipe
 Change = Callable[[Images], Images]
 
 SAMPLE = 64
-"""Number of images per set whose inputs enter the checksum, chosen to include every type of corruption."""
+"""Number of images per set that are included in the checksum; large enough to cover every type of corruption."""
 
 
 def load(name: str, split: str, options: DataOptions) -> Images:

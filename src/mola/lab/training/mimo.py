@@ -32,7 +32,7 @@ def member_rows(
 ) -> Tensor:
     """Draw the index of an example in the batch for each member and row, as a CPU tensor of shape (K, size * batch_repetition).
 
-    The batch is repeated and shuffled. Then, all rows except a share of `input_repetition` are shuffled again for each member.
+    The batch is repeated and shuffled. Then, all but a fraction `input_repetition` of the rows are shuffled again for each member.
     """
     total = size * batch_repetition
     shared = torch.randperm(total, generator=generator) % size
