@@ -233,7 +233,7 @@ def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
 
 
 def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of outliers accepted as inliers at a threshold that accepts a share `tpr` of the inliers (FPR95).
+    """Return the share of outliers accepted as inliers at a threshold that accepts a fraction `tpr` of the inliers (FPR95).
 
     The best value is 0. Inliers are the positives, as in the paper. An input passes if its score is at most the `tpr` quantile of the
     inliers' scores, interpolated linearly. If the score is -confidence and `tpr` is 0.95, this threshold is the 5th percentile of the
@@ -244,10 +244,10 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 
 
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of inliers rejected as outliers at a threshold that detects at least a share `tpr` of the outliers.
+    """Return the share of inliers rejected as outliers at a threshold that detects at least a fraction `tpr` of the outliers.
 
     The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score reached by at
-    least a share `tpr` of the outliers, without interpolation.
+    least a fraction `tpr` of the outliers, without interpolation.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:

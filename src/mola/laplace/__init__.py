@@ -1,4 +1,4 @@
-"""Curvature structures, which accumulate sums over the data and turn them into a curvature that holds for any prior precision."""
+"""Curvature structures, which accumulate sums over the data and turn them into a curvature that is valid for any prior precision."""
 
 from mola.laplace.base import Curvature, Spread, Structure, check_precision, check_size
 from mola.laplace.diag import Diag

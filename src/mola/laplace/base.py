@@ -233,7 +233,7 @@ def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
 
 
 def hides_shift(sums: Sums) -> bool:
-    """Return True if adding the same number to all outputs has no effect, because no output has separate curvature."""
+    """Return True if no output has separate curvature, so that adding the same number to all outputs has no effect."""
     return "separate" not in sums.tensors
 
 

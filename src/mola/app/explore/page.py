@@ -40,7 +40,7 @@ PAD, PEN = 280, 1.15
 
 
 def percent(share: float) -> str:
-    """Return a probability as a percentage; only exactly 0 and 1 are shown as 0 % and 100 %."""
+    """Return a probability as a percentage; only values of exactly 0 and 1 are shown as 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"

@@ -42,7 +42,8 @@ class Intake:
     @property
     def prepare(self) -> Preparation:
         """Function that converts a decoded image to bytes."""
-        return Preparation(self.resize, self.crop, self.mode or "RGB")
+        grey = self.shape is not None and self.shape[0] == 1
+        return Preparation(self.resize, self.crop, self.mode or ("L" if grey else "RGB"))
 
     @property
     def normalise(self) -> Normalisation:

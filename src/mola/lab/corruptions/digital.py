@@ -14,7 +14,7 @@ from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
 
 SIDE = 32
-"""Side, in pixels, of the images for which the lengths of the elastic distortion are given."""
+"""Side length, in pixels, of the images to which the lengths in the elastic distortion refer."""
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
