@@ -502,7 +502,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of regression members relative to the noise; this is the outlier score if there are no features.
+    """Return the disagreement (n,) among regression members relative to the noise; this is the outlier score if there are no features.
 
     Args:
         weights: mixture weights (K,).

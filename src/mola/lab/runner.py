@@ -58,7 +58,7 @@ class Plan:
     budget: Budget | None = None
     """Budget for methods that train networks; the suite's budget if None."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """Additional measures, keyed as in the records, that are computed for every method in the main comparison."""
+    """Additional measures, under the keys used in the records, that are computed for every method in the main comparison."""
     stream: bool = False
     """True to accumulate sums over the training data instead of storing their activations."""
 

@@ -202,7 +202,7 @@ class Suite:
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Function that returns the training data for `mola train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}
-    """Function that returns the measures to compute in addition to the common metrics, keyed as in the records."""
+    """Function that returns additional measures to compute, under the keys used in the records."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """Default budget for methods that train networks."""
     cost_images: int = 2000

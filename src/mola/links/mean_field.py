@@ -29,7 +29,7 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return 16 C^2, so that chunks of data are small enough for the cache, which doubles the speed."""
+        """Return 16 C^2. Chunks of the resulting size fit in the cache, and predictions are twice as fast."""
         return 16 * outputs**2
 
     def __call__(

@@ -273,9 +273,9 @@ def _summary(
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
-            f"The posterior equals the temperature-scaled {ensemble}, apart from a covariance that barely changes the log loss, "
-            f"because nothing else clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, "
-            f"log loss {chosen.loss:.4g}, "
+            f"Nothing but temperature scaling clearly lowered the validation log loss, so the posterior equals the "
+            f"temperature-scaled {ensemble}, apart from a covariance that barely changes the log loss (temperature "
+            f"{chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
             f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (

@@ -1,4 +1,4 @@
-"""The rule that divides logits by the distance from the training classes, at a limited cost on the validation data."""
+"""The rule that divides logits by the distance from the training classes, while limiting the increase in validation loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAR = 3.0
 
 @dataclass(frozen=True)
 class Distance(Rule):
-    """The rule that divides logits by the distance from the training classes, at a limited cost on the validation data.
+    """The rule that divides logits by the distance from the training classes, while limiting the increase in validation loss.
 
     The paper's rule lowers confidence everywhere until the mean confidence on the validation data meets a threshold. This rule chooses
     the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold.

@@ -24,7 +24,7 @@ NUMBERS_AT_ONCE = 2**21
 """Largest number of values (candidates times rows times outputs) in memory at once: 16 MB in float64."""
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
-"""A function that maps the predictive distributions of L candidates and the labels to named scores (L, m)."""
+"""A function that maps the labels and the predictive distributions of L candidates to named scores (L, m)."""
 
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:

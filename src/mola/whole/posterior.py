@@ -160,7 +160,7 @@ class WholeMoLA(MoLA):
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
         """Raise `OptionError`, because the paper's far-field limit holds for last layers only."""
         raise OptionError(
-            "the far-field limit holds only for last layers, but this posterior is over whole networks. Use mola.fit."
+            "the far-field limit holds only for last-layer posteriors, but this posterior covers all layers. Use mola.fit."
         )
 
     # --- tune -------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Writer:
 
 
 class TableWriter(Writer):
-    """Writer for tables in CSV, JSON Lines or Parquet format. Unusable inputs have empty cells."""
+    """Writer for tables in CSV, JSON Lines or Parquet format. The cells of unusable inputs are left empty."""
 
     def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Names of the tables printed in the terminal; the written files contain all tables."""
+"""Names of the tables printed to the terminal; the output files contain all tables."""
 
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),

@@ -170,7 +170,7 @@ def print_table(console: Console, table: Table) -> None:
         shown = _rich_table(table, errors=False)
         shown.width = Measurement.get(console, unlimited, shown).maximum
         caption += (
-            " The terminal is too narrow to show standard errors; the written files contain them." if caption else ""
+            " The terminal is too narrow to show standard errors; the output files contain them." if caption else ""
         )
     console.print(Text(table.title, style="bold"))
     console.print(shown, crop=False)

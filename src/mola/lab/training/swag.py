@@ -24,7 +24,7 @@ from mola.network import Batch, batch_count, batches, call, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 
-EPOCHS, PASSES, MEMBERS = 0, 2, 3  # identify the seeds derived for epochs, BatchNorm statistics and MultiSWAG members
+EPOCHS, PASSES, MEMBERS = 0, 2, 3  # tags of the seeds for epochs, BatchNorm statistics and MultiSWAG members
 
 LARGEST_LOSS = 10
 """Largest acceptable mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD is considered to have
