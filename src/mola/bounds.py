@@ -83,7 +83,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the confidence or, if `lemma`, the Lemma's bound (K, n) for each component.
+    """Return the Theorem's upper bound (n,) on the confidence or, if `lemma` is True, the Lemma's bound (K, n) for each component.
 
     For multi-label data, the result has an additional last dimension for the labels.
     """

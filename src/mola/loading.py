@@ -20,11 +20,11 @@ def load(
     *,
     logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
-    """Load a saved posterior and attach it to the networks it was fitted on.
+    """Load a saved posterior and attach it to its networks.
 
     Args:
         directory: folder written by `posterior.save` or `mola.hub.save`.
-        networks: the networks that the posterior was fitted on, in the same order; can be omitted for a hub folder that contains
+        networks: the networks that were passed to the fit, in the same order; can be omitted for a hub folder that contains
             transformers networks.
         logits: function that selects the logits from a network's output, as in `mola.fit`.
 
@@ -38,7 +38,7 @@ def load(
     if hub.is_hub_folder(directory):
         return hub.load(directory, None if networks is None else as_networks(networks, logits))
     if networks is None:
-        raise OptionError(f"networks: expected the networks that the posterior in {directory} was fitted on, got None.")
+        raise OptionError(f"networks: expected the networks of the posterior in {directory}, got None.")
     if kind_of(directory) == "whole-posterior":
         return whole.load(directory, networks)
     return load_posterior(directory, as_networks(networks, logits))

@@ -33,7 +33,7 @@ def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tenso
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Return the log density (n, D) of the mixture at targets (n, D) or, if `joint`, the joint log density (n,) of all D outputs.
+    """Return the log density (n, D) of the mixture at targets (n, D) or, if `joint` is True, their joint log density (n,).
 
     Outputs are independent within each component, but not in the mixture.
     """

@@ -288,7 +288,7 @@ class MoLA(Mixture):
             features: inputs (n, P) to each network's last layer, including the constant 1 if the layer has a bias.
             outputs: outputs (n, C) of each network.
         """
-        # Copy the tensors, because fields are computed only when they are first read.
+        # Copy the tensors, because the caller may change them before the fields are computed.
         kept = [Captured.of(one.clone(), two.clone(), None) for one, two in zip(features, outputs, strict=True)]
         with torch.no_grad():
             return self.make_prediction(kept)
@@ -347,7 +347,7 @@ class MoLA(Mixture):
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
         # Return the aleatoric entropy without the effect of distance. The entropy that distance adds is epistemic: nearby data would
         # remove it.
-        near = copy(self)  # the constructor checks values, which is impossible while tracing
+        near = copy(self)  # copied, because the constructor's checks of values cannot be traced
         near.scaling = replace(self.scaling, exponent=0.0)
         return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
 
@@ -662,7 +662,7 @@ class MoLA(Mixture):
             lemma: whether to return each component's bound (the paper's lemma) instead of the mixture's bound.
 
         Returns:
-            Bounds of shape (n,), or (K, n) if `lemma`; for multi-label data, (n, C) or (K, n, C).
+            Bounds of shape (n,), or (K, n) if `lemma` is True; for multi-label data, (n, C) or (K, n, C).
         """
         self._require_bounds()
         captured = self.capture(one_batch(inputs))

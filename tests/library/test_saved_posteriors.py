@@ -280,7 +280,7 @@ def test_load_recognises_what_it_finds(tmp_path):
     saved = mola.fit(network, [(inputs, torch.arange(20) % 2)], progress=False)
     loaded = mola.load(mola.hub.save(saved, tmp_path / "hub"), network)
     assert_close(loaded(inputs), saved(inputs), "float64")
-    with pytest.raises(OptionError, match="networks that the posterior in"):
+    with pytest.raises(OptionError, match="networks of the posterior in"):
         mola.load(saved.save(tmp_path / "plain"))
     (tmp_path / "model.onnx").write_bytes(b"")
     with pytest.raises(StorageError, match=r"mola\.export\.load\("):

@@ -75,7 +75,7 @@ class DiagCurvature(Curvature):
         return centred_variance(variance) if centred and self.hidden else variance
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `diag(v)` or, if `centred` and a direction is hidden, its centred part."""
+        """Return `diag(v)` or, if `centred` is True and a direction is hidden, its centred part."""
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 

@@ -38,7 +38,7 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
         features: features (n, P), without the constant 1.
         groups: index (n,) of each datum's class.
         num_groups: number of classes.
-        predicted: True if the classes are the network's predictions because the data have no labels.
+        predicted: True if the data have no labels and the classes are the network's predictions.
     """
     norms = torch.linalg.vector_norm(features, dim=1)
     directions = features / torch.where(norms > 0, norms, 1)[:, None]

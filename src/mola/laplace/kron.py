@@ -130,11 +130,11 @@ class FactoredCurvature(Curvature):
 
     @abstractmethod
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
 
     @abstractmethod
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred`, its centred part."""
+        """Return U (C, C) or, if `centred` is True, its centred part."""
 
     @abstractmethod
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
@@ -211,12 +211,12 @@ class KronCurvature(FactoredCurvature):
         return self.class_vectors[:, :count], self.class_inverse(precision)[..., :count]
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return inverse @ vectors.square().T
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred`, its centred part."""
+        """Return U (C, C) or, if `centred` is True, its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return (vectors * inverse) @ vectors.T
 

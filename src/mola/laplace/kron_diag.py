@@ -3,8 +3,8 @@ r"""Algorithm 1 for a very large number of classes: only the diagonal of the cla
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
 classes and whose edges measure how often two classes are confused. The diagonal of A, :math:`d_c = \frac1N \sum_n p_{nc} (1 -
 p_{nc})`, contains the degrees of the nodes: C numbers, each an average over the data. Among all graphs with these degrees, we
-choose the one in which no two classes are confused more than their degrees imply. The edges of this graph are :math:`T q_i q_j`,
-with :math:`q \ge 0` and :math:`\sum_c q_c = 1`; the degrees determine q and T:
+choose the one in which no two classes are confused more often than their degrees imply. The edge weights of this graph are
+:math:`T q_i q_j`, with :math:`q \ge 0` and :math:`\sum_c q_c = 1`; the degrees determine q and T:
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
 
@@ -102,7 +102,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     exact T is infinite, and a very large T is returned.
 
     Returns:
-        The scale T of the edges and the node weights q (C,).
+        The scale T of the edge weights and the node weights q (C,).
     """
     degrees = degrees.clamp_min(0)
     largest = int(degrees.argmax())
@@ -138,7 +138,7 @@ class KronDiagCurvature(FactoredCurvature):
     """A factored curvature whose U, computed from the graph of A's degrees, is the sum of a diagonal and a rank-one matrix."""
 
     total: float
-    """Scale T of the edges `T q_i q_j`."""
+    """Scale T of the edge weights `T q_i q_j`."""
     nodes: Tensor
     """Node weights q (C,) of the graph."""
     separate: Tensor | None
@@ -167,7 +167,7 @@ class KronDiagCurvature(FactoredCurvature):
         return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
         gamma, extra = self.own(precision)[0], self.shared(precision).square()
         if self.separate is not None:
             return gamma + extra
@@ -178,7 +178,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred`, its centred part, for links that need covariances."""
+        """Return U (C, C) or, if `centred` is True, its centred part, for links that need covariances."""
         gamma, shared = self.own(precision)[0], self.shared(precision)
         if self.separate is not None:
             return torch.diag(gamma) + shared[:, None] * shared

@@ -222,7 +222,7 @@ class Likelihood(ABC):
 
 
 class ClassificationLikelihood(Likelihood):
-    """A likelihood for classification, either into one of C classes or with C binary labels."""
+    """A likelihood for classification into one of C classes, or for C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
@@ -263,7 +263,7 @@ class RegressionLikelihood(Likelihood):
 
     classification = False
     mixture_type: type[RegressionPredictive]
-    """Type of the predictive distribution, constructed from weights and moments."""
+    """Class of the predictive distribution. Its constructor takes the components' weights and moments."""
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:

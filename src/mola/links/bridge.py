@@ -16,7 +16,7 @@ from mola.links.base import Link, centred
 
 @dataclass(frozen=True)
 class Bridge(Link):
-    r"""The Laplace bridge: the mean of the Dirichlet distribution with the Gaussian's mode and curvature in the softmax basis.
+    r"""The Laplace bridge: the mean of the Dirichlet distribution whose mode and curvature in the softmax basis match the Gaussian's.
 
     .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
