@@ -69,7 +69,7 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
-    """Environment variable that may contain the value."""
+    """Environment variable that can supply the value."""
     argument: bool = False
     """True if the value can be given without a flag. An argument may also have flags."""
     is_path: bool = False

@@ -29,7 +29,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
     Classification, including multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and for each class, plus
     selective prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood: OOD
-    detection using every score of each method. All numbers come with standard errors. Dense outputs are compared at up to 256
+    detection using every score of each method. All numbers come with standard errors. Dense outputs are evaluated at up to 256
     positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file for
     --config.
 

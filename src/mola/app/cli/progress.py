@@ -1,6 +1,6 @@
 """Show progress on stderr: as a bar in a terminal, otherwise as one line per step.
 
-Steps that differ only in their numbers, such as epochs, share one line for each tenth of the work.
+For steps that differ only in their numbers, such as epochs, at most one line is printed per tenth of the work.
 """
 
 from __future__ import annotations

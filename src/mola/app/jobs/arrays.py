@@ -39,7 +39,7 @@ class Arrays(Set):
 
     @property
     def has_pixels(self) -> bool:
-        """True for bytes of shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
+        """True for arrays of bytes with shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
         return self.values.dtype == np.uint8 and self.values.ndim in (3, 4)
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
@@ -109,8 +109,8 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
 
 
 def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
-    # Convert labels to types that torch supports. To save memory, dense labels use at most 32 bits where possible. The library checks
-    # their values.
+    # Convert labels to types that torch supports. To save memory, dense labels are given types of at most 32 bits where
+    # possible. The library checks the values.
     if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
         raise DataError(
             f"{path}: expected {count} rows of numbers, one for each input; got labels of shape {values.shape} and type "

@@ -33,8 +33,8 @@ class BenchOptions(Computing, Device):
     components: int | None = option(None, "Number of networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
-        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. Not included "
-        "in all: tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO), whole (all layers)",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. 'all' does "
+        "not include tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO) or whole (all layers)",
         metavar="NAMES",
     )
     results: Path = option(

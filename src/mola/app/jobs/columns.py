@@ -117,7 +117,9 @@ class Columns:
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
 
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
-        """Return sums over all inputs and positions. If there are several labels or targets, their mean is summed.
+        """Return the sum of each quantity, such as the confidence, over all inputs and positions.
+
+        If there are several labels or targets, their mean is summed.
 
         The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of times
         that each class or label is predicted ("labels").

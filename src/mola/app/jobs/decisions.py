@@ -64,7 +64,7 @@ def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> di
 
 
 def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of an evenly spaced subset of the data, within the limits above."""
+    """Return the columns of an evenly spaced subset that respects the limits `MOST_DATA` and `MOST_NUMBERS`."""
     count, width = len(columns[SCORE]), sum(column[0].numel() for column in columns.values())
     kept = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
     places = torch.linspace(0, count - 1, kept, dtype=torch.float64).round().long()
@@ -155,7 +155,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
         if columns[SCORE].shape != known.confidence.shape:
             raise DataError("expected an OOD score for each example")
     except DataError as error:
-        raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
+        raise StorageError(f"the validation scores in {fitted.folder} are invalid: {error}") from error
     return known, columns[SCORE]
 
 
@@ -167,7 +167,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
-            f"the validation scores of {fitted.folder} are invalid: expected the means and variances of "
+            f"the validation scores in {fitted.folder} are invalid: expected the means and variances of "
             f"{len(weights)} networks, and a target for each example. Fit again."
         )
     means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))

@@ -57,7 +57,7 @@ from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
-"""Error rates and coverage that the decisions in the report guarantee."""
+"""Error rates and coverage guaranteed for the decisions in the report."""
 
 POSITIONS = 256
 """Number of positions drawn per input for dense outputs. Neighbouring positions are correlated, so more of them would add
@@ -105,9 +105,9 @@ class _Methods:
     alone: Mapping[str, Any]
     """Temperature or noise factors (D,) of each method without Laplace approximations, or None if the method is not scaled."""
     sets: PredictionSets | None = None
-    """Conformal sets for classification, if the posterior's folder has enough validation data."""
+    """Conformal sets for classification, if the posterior's folder contains scores for enough validation examples."""
     intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
-    """Calibrated intervals for regression, keyed by coverage, if the posterior's folder has enough validation data."""
+    """Calibrated intervals for regression, keyed by each coverage for which there are enough validation examples."""
 
     @property
     def own(self) -> str:

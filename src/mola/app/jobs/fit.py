@@ -217,7 +217,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     if rule is not None:
         data.progress("tuning", 0.7)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning instead of warnings
+            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning itself
             held = held_out if rule.needs_data else None
             posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and held_out is not None:
@@ -226,7 +226,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics for the networks without the posterior and with it, and the values that decisions need for each example.
+    # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
     # For regression without the posterior, the noise is chosen to minimise the loss on these data.

@@ -97,7 +97,7 @@ class Job:
 
     weights: tuple[str, ...] = option(
         (),
-        "Weight files (safetensors or torch.save), one per network, or a folder of such files; also --weights",
+        "Weight files (safetensors or torch.save), one per network, or a folder of such files; can also be passed with --weights",
         argument=True,
         flags=("--weights",),
         metavar="WEIGHTS",
@@ -161,7 +161,7 @@ class Job:
     )
     mean: tuple[float, ...] | None = option(
         None,
-        "Mean and standard deviation of pixels, instead of --normalise: 0.5 or 0.49,0.48,0.45",
+        "Mean and standard deviation of pixels, such as 0.5 or 0.49,0.48,0.45; used instead of --normalise",
         panel=PREPARATION,
         metavar="X",
         parse=parse_numbers,

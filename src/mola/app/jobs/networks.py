@@ -39,7 +39,7 @@ KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""Transformers class that loads an architecture, keyed by the suffix of the architecture's name."""
+"""Transformers classes that load networks, keyed by the suffix of the architecture's name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     """Build the networks and load their weights."""
     if not names:
         raise OptionError(
-            "there is no network. Specify one with --network, such as lenet, package.module:function or a Hugging Face folder."
+            "there is no network. Use --network to specify one, such as lenet, package.module:function or a Hugging Face folder."
         )
     files = weight_files(weights)
     takers = [name for name in names if not is_folder(name)]

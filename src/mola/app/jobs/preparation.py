@@ -57,7 +57,7 @@ class Intake:
         return found
 
     def describe(self) -> str:
-        """Describe how images are prepared, such as "32 x 32, colour, x / 255, not normalised"; needs the shape of the inputs."""
+        """Describe how images are prepared, such as "32 x 32, colour, x / 255, not normalised"; `shape` must be known."""
         assert self.shape is not None
         channels, height, width = self.shape
         colours = {1: "greyscale", 3: "colour"}.get(channels, f"{channels} channels")

@@ -119,7 +119,7 @@ class Loader:
     on_share: Callable[[float], None] = lambda share: None
     """Callback that receives the fraction of the set that has been read."""
     team: Team = field(default_factory=Team.single)
-    """Processes that share the set."""
+    """Processes that divide the set's batches among themselves."""
 
     def __iter__(self) -> Iterator[Any]:
         used = 0
