@@ -1,7 +1,8 @@
 """Evaluate predictors on test data, shifted data and outliers, and tabulate metrics with their standard errors.
 
 The standard errors (see `mola.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do
-the labels of a multi-label input. These errors usually overstate the uncertainty of differences between predictors on the same data.
+the labels of a multi-label input. For differences between predictors evaluated on the same data, these errors usually overstate the
+uncertainty.
 """
 
 from __future__ import annotations

@@ -266,7 +266,8 @@ def fit(
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
         for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
-            fitted = likelihood.fitted(total)  # for regression, computes the noise from the sums
+            # In regression, this call estimates the noise from the sums unless the noise is given.
+            fitted = likelihood.fitted(total)
             solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
             components.append(Component(network, one, solved, precision, fitted))
     if likelihood.classification:
@@ -313,7 +314,7 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
     """Add up the sums from all processes."""
     if team.size == 1:
         return own
-    # A rank without data has no sums, so it takes the shapes from the other ranks.
+    # A process without data has no sums, so it takes the shapes from the other processes.
     shapes: dict[str, list[int]] = {}
     for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
         shapes |= known

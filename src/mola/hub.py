@@ -60,7 +60,7 @@ def save(
 
     Args:
         posterior: the posterior from `mola.fit`.
-        folder: the folder to write; it is created if it does not exist. Its name becomes the model's name.
+        folder: the folder to write to; it is created if it does not exist. Its name becomes the model's name.
         classes: names of the outputs; by default, those in the transformers configuration, or numbers if there are none.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         license: identifier of the licence, such as "mit".

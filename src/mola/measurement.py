@@ -22,10 +22,10 @@ from torch import Tensor
 from mola import metrics
 
 TPR = 0.95
-"""Share of the inliers that pass the threshold at which FPR95 is measured."""
+"""Fraction of the inliers that pass the threshold at which FPR95 is measured."""
 
 WIDTH = 0.025
-"""Half-width of the finite difference that estimates the slope of the ROC curve at `TPR`, as a share of the inliers."""
+"""Half-width of the finite difference that estimates the slope of the ROC curve at `TPR`, as a fraction of the inliers."""
 
 Groups = tuple[Tensor | None, Tensor | None]
 """Group indices of the inliers and the outliers."""
@@ -106,8 +106,8 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`.
 
-    An inlier contributes the share of outliers with higher scores, and an outlier contributes the share of inliers with lower scores.
-    A tie counts as one half. The variances of the two means are added (DeLong et al., 1988; for groups, Obuchowski, 1997).
+    An inlier contributes the fraction of outliers with higher scores, and an outlier contributes the fraction of inliers with lower
+    scores. A tie counts as one half. The variances of the two means are added (DeLong et al., 1988; for groups, Obuchowski, 1997).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     placed = metrics.share_below(outliers, inliers)
@@ -115,7 +115,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers accepted at the threshold that accepts 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
+    """Return the fraction of outliers accepted at the threshold that accepts 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
 
     Inliers contribute to the standard error because they determine the threshold.
     """
@@ -131,7 +131,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
     """Return the mean AUROC over labels, or None if no label has both positive and negative examples.
 
     Args:
-        yes: float64 probabilities that the answer is yes, of shape (n,), one for each label of each input.
+        yes: float64 probabilities of the answer "yes", of shape (n,): one for each label of each input.
         truth: true answers, of shape (n,): 1 for yes and 0 for no.
         labels: label index of each row, of shape (n,).
         groups: input index of each row, of shape (n,).

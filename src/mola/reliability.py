@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""A bin is drawn only if it contains at least this many predictions and at least this share of all predictions. The accuracy in
-smaller bins is mostly noise. The calibration error includes all bins."""
+"""A bin is drawn only if it contains at least this many predictions and at least this fraction of all predictions. The accuracy
+in smaller bins is mostly noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
 """The data of a curve, and matplotlib options for its line. The data are a (bins, 3) tensor: the number of predictions, the summed

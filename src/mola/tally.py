@@ -57,7 +57,7 @@ class Tally:
         # A process without data has no columns, so it takes the column names from another process.
         columns = next((one for one in team.collect(list(self.columns)) if one), None)
         if columns is None:
-            raise DataError("there are no data in any process. Pass at least one batch.")
+            raise DataError("no process has any data. Pass at least one batch.")
         own = torch.cat(self.parts) if self.parts else None
         if own is not None and INPUT in columns:  # make the indices unique across processes
             place = columns.index(INPUT)

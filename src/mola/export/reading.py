@@ -91,7 +91,7 @@ class LoadedExport:
             ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Apply the thresholds stored in `document`; edit them there first if needed.
+        """Apply the thresholds stored in `document`; to use other thresholds, edit them there first.
 
         Args:
             outputs: outputs of a call, including every output that has a threshold in the file: "ood_score", "confidence" or "probs".

@@ -108,7 +108,7 @@ def onnx(
         posterior: posterior from `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
         path: file to write. An existing file is replaced only once the new file is complete.
         example: one batch of inputs. A single tensor becomes the input named "input". The tensors in a tuple are named after the
-            parameters of the networks' `forward`, and the tensors in a mapping after their keys.
+            parameters of the networks' `forward` method, and the tensors in a mapping after their keys.
         classes: class names, in the order of the networks' outputs.
         outputs: fields of the prediction; by default, `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression. The
             other available fields are "logit_mean" and "logit_variance" for classification, and "within", "between", "component_mean",

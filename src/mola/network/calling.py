@@ -167,8 +167,8 @@ def check_network(network: nn.Module) -> None:
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
-                f"{type(unwrapped(network)).__name__} has lazy parameters that have no shape yet, such as {name!r}, so "
-                f"the network has never been run. Run it on one batch and load its trained weights first."
+                f"{type(unwrapped(network)).__name__} has never been run: its lazy parameters, such as {name!r}, "
+                f"have no shape yet. Run it on one batch and load its trained weights first."
             )
         if parameter.device.type == "meta":
             raise DataError(
@@ -210,7 +210,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network on its own device and return its logits without copying them."""
+    """Run a network on its own device and return its logits tensor itself, not a copy."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}

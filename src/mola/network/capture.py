@@ -100,7 +100,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         return Captured.of(None, outputs, None, axis)
     if head.every_position:
         return Captured.of(*carried_pass(network, head, inputs), head, head.axis)
-    calls: list[tuple[Tensor, Any]] = []  # may include calls from other threads, but the output below is from this pass
+    calls: list[tuple[Tensor, Any]] = []  # other threads may append too; the loop below finds the call from this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
     if outputs.dim() != 2 + head.dense_axes or head.dense_axes == 0:
@@ -350,5 +350,5 @@ def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = Non
             named = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
             raise DataError(
                 f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{named}. Check the inputs "
-                "and the network's weights for NaN. A network in float16 may overflow; use bfloat16 or float32 instead."
+                "and the network's weights for NaN. Values may overflow in a float16 network; use bfloat16 or float32 instead."
             )

@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 """Label that marks positions to ignore; PyTorch's losses use the same default."""
 
 Positions = str | int
-"""Positions that a fit uses from each input: "all", "average" (all, with each input counted once), or how many to draw at random."""
+"""Positions that a fit uses from each input: "all", "average" (all, with each input counted once), or the number to draw at random."""
 
 
 def check_positions(positions: Positions) -> Positions:

@@ -161,7 +161,7 @@ class _Call:
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
-    # Return all modules keyed by name, without the prefix that torch.compile and LogitsOf add.
+    # Return all modules keyed by name, without the prefix `_orig_mod.`, which torch.compile and LogitsOf add.
     modules = unwrapped(network).named_modules(remove_duplicate=False)
     return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
 
@@ -349,7 +349,7 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
         return (
             f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
             f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
-            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {such} unchanged."
+            f"{_hidden_layers(network)} Pass a network whose forward method returns the output of {such} unchanged."
         )
     last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
     if len(shape) <= 2:

@@ -90,7 +90,7 @@ def read_folder(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the document and the tensors in a folder.
 
-    Raises `StorageError` if a file is missing or damaged, was not written by mola, or is of a different kind.
+    Raises `StorageError` if a file is missing, damaged or not written by mola, or if the saved object's kind is not `kind`.
     """
     folder = Path(directory)
     document = read_document(folder)

@@ -202,7 +202,7 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
     remedy = f"Pass the same {counted(len(checksums), 'network')}, with the order and precision unchanged."
     if len(networks) != len(checksums):
         raise StorageError(
-            f"the posterior was saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+            f"expected the posterior's {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
     own = [state_checksum(network) for network in networks]
     for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):

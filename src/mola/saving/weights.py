@@ -34,7 +34,7 @@ ENTRIES = (
 WRAPPERS = frozenset({"module", "_orig_mod"})  # name parts that DataParallel and torch.compile insert at any level
 PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules and other wrappers store the network
 MAX_COMPRESSION = (
-    20  # largest ratio of unpacked to packed size; torch.save does not compress, and TorchScript hardly does
+    20  # largest accepted ratio of unpacked to packed size; torch.save does not compress, and TorchScript hardly does
 )
 MAGIC = b"l\xfc\x9cF\xf9"  # first bytes of the magic number at the start of files written by PyTorch before 1.6
 SHOWN = 3  # number of names listed for each kind of mismatch
@@ -75,7 +75,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """Read a weights file onto the CPU; return its named tensors, or the training script's dictionary that contains them.
+    """Read a weights file into CPU memory; return its named tensors, or the training checkpoint (a dictionary) that contains them.
 
     The format, safetensors or `torch.save`, is detected from the file's content.
     """
