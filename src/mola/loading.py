@@ -29,7 +29,7 @@ def load(
         logits: function that selects the logits from a network's output, as in `mola.fit`.
 
     Returns:
-        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one that was fitted.
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one used in the fit.
     """
     from mola import hub, whole  # imported on first use, because they need optional packages
 

@@ -23,7 +23,7 @@ from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
 KEPT_BYTES = 2**28
-"""Largest number of bytes kept in memory for the unread fields of a prediction. Beyond this limit, fields are computed
+"""Maximum number of bytes kept in memory to compute the unread fields of a prediction. Beyond this limit, fields are computed
 immediately."""
 
 

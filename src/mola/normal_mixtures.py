@@ -28,7 +28,7 @@ def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, 
 
 
 def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    """Return the log density of one normal distribution."""
+    """Return the log density of a normal distribution at the targets."""
     return -0.5 * ((targets - mean).square() / variance + variance.log()) - HALF_LOG_TAU
 
 

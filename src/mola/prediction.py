@@ -40,7 +40,7 @@ class _Fields:
     likelihood: Any
     ood_score_name: str
     held_bytes: int
-    """Number of bytes held by unread fields."""
+    """Number of bytes of features and outputs held to compute the unread fields."""
     _fields: dict[str, Field]
 
     def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
@@ -405,7 +405,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Mean variance (n, D) of the networks due to uncertain weights and distance from the training data, excluding noise."""
+        """Variance (n, D) due to uncertain weights and distance from the training data, averaged over the networks, without noise."""
         return self._returned(self._within())
 
     @property

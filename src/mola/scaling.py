@@ -40,7 +40,7 @@ LOG_LARGEST_DISTANCE = 40.0
 """Logarithm of the largest divisor due to distance. This divisor is large enough to make every logit vanish."""
 
 LOG_LARGEST = 600.0
-"""Logarithm of the largest total divisor, chosen to stay within the range of float64."""
+"""Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
 
 class FeatureScale(NamedTuple):

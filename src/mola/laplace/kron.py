@@ -43,8 +43,8 @@ class Kron(Structure):
 
     Args:
         running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, where A starts at 0; by default, the factors
-            are exact means over the training data. A running average depends on the order of the batches, so it cannot be split across
-            processes.
+            are exact means over the training data. A running average depends on the order of the batches and cannot be computed by
+            several processes.
     """
 
     running_average: float | None = None

@@ -142,7 +142,7 @@ class Bernoulli(ClassificationLikelihood):
         return 2
 
     def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities (..., C, 2) of no and yes."""
+        """Return the probabilities (..., C, 2) of "no" and "yes"."""
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Link(ABC):
     """True if the link uses only the variance of each logit, so that a search can evaluate many candidates at once."""
 
     classes_only = False
-    """True if the link centres the logits over the classes, which is impossible for a single binary logit."""
+    """True if the link centres the logits and therefore applies only to mutually exclusive classes."""
     needs_covariance = False
     """True if the link is undefined without a covariance."""
 

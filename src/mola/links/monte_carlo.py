@@ -16,7 +16,7 @@ from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, whole_number
 
 DRAWS_AT_ONCE = 2**16
-"""Largest number of values (draws times classes) held in memory at once for each datum."""
+"""Maximum number of values (draws times classes) held in memory at once for each datum."""
 
 
 @dataclass(frozen=True)
