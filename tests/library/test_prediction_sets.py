@@ -132,7 +132,7 @@ def test_wrong_use_is_refused():
             mola.prediction_sets(probs, labels, **options)
     for error, words, call in (
         (DataError, "4 classes; got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
-        (OptionError, "least probability", lambda: by_class.least_probability),
+        (OptionError, "least_probability exists only", lambda: by_class.least_probability),
     ):
         with pytest.raises(error, match=words):
             call()

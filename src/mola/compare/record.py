@@ -85,8 +85,8 @@ class LabelledResult:
     """Standard errors of accuracy, nll, brier, ece and confidence, computed over the data points; None if there is only one data
     point."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
-    "average_precision" and the "ece" of the label's predicted probability. Dense outputs also have "iou"."""
+    """Results for each class in the data: "count", "accuracy" and mean "confidence"; for multi-label data, also "auroc",
+    "average_precision" and the "ece" of the label's predicted probability; for dense outputs, also "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
     """Results for each type of shift: "accuracy", "nll" and "ece", rounded to six significant digits; empty unless there are several
     types."""
@@ -308,7 +308,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     """Notes from tuning, and other caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Inputs of each set that could not be used, with the reason for each."""
+    """Reason why each unusable input was left out, by set name and input name."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the comparison: versions, computing time and files."""
     decisions: DecisionResult | None = None

@@ -13,7 +13,7 @@ Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` i
 :math:`R(\tau) > \varepsilon`, for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given
 :math:`\tau`, the m larger scores are independent draws from the distribution above :math:`\tau`.
 
-*Many thresholds.* The thresholds are tested in an order fixed in advance: all real numbers, from high to low. A successful test
+*Many thresholds.* All real numbers are tested as thresholds, in an order fixed in advance: from high to low. A successful test
 passes its significance level on to the next threshold; a failed test loses it. The level is spent in J equal parts of size
 :math:`\delta / J`, at n/2, n/4, n/8, ... answers; J is the largest number for which :math:`n / 2^J` answers without an error would
 pass the test. This is the fallback procedure (Wiens, 2003) or, if J = 1, fixed-sequence testing. A mistake among the most certain
@@ -54,7 +54,7 @@ NEGLIGIBLE = 1e-17
 
 
 class AnswerThreshold(float):
-    """A threshold with its guarantee.
+    """A score threshold that also stores the details of its guarantee.
 
     Answer if `prediction.confidence > threshold` or, for scores of any kind, if `threshold(prediction)` is true.
     """
@@ -125,8 +125,8 @@ def abstain_threshold(
         labels: class indices (n,), or None if `prediction` is a `Calibration`.
         error_rate: largest acceptable error rate of the answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
-        score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that are never answered, such
-            as inputs that raise an alarm. By default, the score is the confidence.
+        score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that must never be answered,
+            such as inputs that raise an alarm. By default, the score is the confidence.
 
     Returns:
         The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold satisfies the

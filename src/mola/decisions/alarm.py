@@ -1,8 +1,8 @@
 """Alarms for outliers: a threshold on OOD scores that bounds the rate of false alarms.
 
 The threshold is the split-conformal quantile (`mola.decisions.ranks`) of the OOD scores of validation data. Neither labels nor
-outliers are needed. The rate of false alarms says nothing about the share of outliers detected, which depends on the outliers (Bates
-et al., 2023).
+outliers are needed. The rate of false alarms says nothing about the share of outliers detected, which depends on how much their
+scores differ from those of the validation data (Bates et al., 2023).
 """
 
 from __future__ import annotations

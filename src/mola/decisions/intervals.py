@@ -84,7 +84,8 @@ def prediction_intervals(
         joint: guarantee the coverage for all D targets of a data point at once; only for "normalised", whose scores have no unit.
 
     Returns:
-        A callable that maps predictions to lower and upper ends. `DataError` is raised if there are not enough data for this coverage.
+        A callable that maps predictions to the lower and upper ends of intervals. `DataError` is raised if there are not enough data
+        for this coverage.
     """
     share = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")

@@ -43,7 +43,7 @@ def conformal_rank(count: int, rate: float) -> int:
 
 
 def data_needed(rate: float) -> int:
-    """Return the smallest number n of scores for which k is at most n."""
+    """Return the smallest number n of scores for which the conformal rank k is at most n."""
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 

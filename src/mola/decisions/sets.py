@@ -67,7 +67,7 @@ class PredictionSets:
         """Smallest probability at which "lac" includes a class, the same for all inputs; if it is 0, all classes are included."""
         if self.method != "lac" or self.threshold.ndim:
             raise OptionError(
-                "only 'lac' sets that were not calibrated by class have a least probability. Use method='lac' and by=None."
+                "least_probability exists only for 'lac' sets that were not calibrated by class. Use method='lac' and by=None."
             )
         return max(0.0, -float(self.threshold))
 

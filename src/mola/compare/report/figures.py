@@ -93,7 +93,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
-        # The panels show the test set, the middle level of shift and the highest level.
+        # The panels show the test set (level 0) and the middle and highest levels of shift.
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
         titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
         panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}

@@ -33,7 +33,7 @@ METHODS = {
     "LLLA": "the first network, with a Laplace approximation of its last layer",
     "LLLA (distance)": "MoLA (distance) with the first network only",
     "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
-    "MIMO-MoLA": "MIMO with a Laplace approximation of each output",
+    "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
     "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
     "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
     "MoLA (NLL)": "MoLA tuned by validation log loss",
@@ -235,7 +235,7 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
         yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
     for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
         together = list(found)
-        different: dict[str, list[str]] = {}  # maps each method to the names of the sets that differ
+        different: dict[str, list[str]] = {}  # names of the differing sets, keyed by the methods in the minority
         for name in dict.fromkeys(name for record in together for name in record.data):
             methods: dict[str, list[str]] = {}
             for record in together:

@@ -1,4 +1,7 @@
-"""Tables for a single run (`mola evaluate` and the demo). Standard errors are computed over the inputs, and clear winners are bold."""
+"""Tables for a single run (`mola evaluate` and the demo).
+
+Standard errors are computed over the inputs, and values that are clearly best are bold.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (for regression) or per class; `most` keeps only that many classes, worst first."""
+    """Return a table with one row per output (for regression) or per class; list the worst classes first, at most `most` of them."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -81,7 +84,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     if comparison.regression:
         first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
     caption = f"{set_words(one)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
-    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data, with its standard error."
+    below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
     areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
     rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
     return (
@@ -239,7 +242,12 @@ def _output_table(comparison: Comparison) -> Table | None:
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
     title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
-    return make_table(title, "Each output's results are in its own unit, with standard errors.", columns, values)
+    return make_table(
+        title,
+        "RMSE and CRPS are in the unit of each output; all metrics are shown with standard errors.",
+        columns,
+        values,
+    )
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

@@ -418,7 +418,8 @@ COSTS = (
     ("predict", "s", "predict_seconds", 1.0, "MAP"),
     ("memory", "MB", "bytes", 1e-6, "MAP"),
 )
-"""Heading, unit, entry, unit factor and reference method for each cost. MAP is not fitted, so fitting times are relative to LLLA."""
+"""Heading, unit, key in `cost.json`, unit factor and reference method for each cost. MAP is not fitted, so fitting times are relative
+to LLLA."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:
