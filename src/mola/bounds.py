@@ -107,7 +107,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
     Args:
         posterior: a posterior over networks whose features scale with their inputs.
         once: features and outputs captured for the unscaled inputs.
-        far: features and outputs captured for the inputs multiplied by `SCALE`, to test whether the features scale.
+        far: features and outputs captured for the inputs multiplied by `SCALE`, to test whether the features grow in proportion.
     """
     if once[0].layout.sizes:
         raise BoundError(
@@ -149,7 +149,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
         if posterior.scaling.exponent == 0:
             limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
-            # If all features are 0, the variance does not grow; pooling with growing logits then makes the prediction certain.
+            # If all features are 0, the variance does not grow; pooling with the growing logits of other networks leads to certainty.
             largest = mean.abs().amax(1, keepdim=True)
             certain = torch.where(largest > 0, CERTAIN * mean / largest.clamp_min(TINY), logits)
             logits = torch.where(grow, limit, certain)

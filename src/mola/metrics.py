@@ -74,7 +74,7 @@ def calibration_gaps(binned: Tensor) -> Tensor:
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error (ECE) of the largest class probability, counting every prediction."""
+    """Return the expected calibration error (ECE) of the largest class probability; every prediction is counted."""
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 

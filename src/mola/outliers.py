@@ -55,9 +55,9 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
     As the prior precision goes to 0, the variance that Algorithm 1 gives each logit becomes a constant times :math:`\phi^\top B^{-1}
-    \phi`, and the probit link becomes linear. In this limit, the score ranks inputs in the same order as the mixture's largest
-    probability. The score needs no prior precision, and the norms of the feature vectors cancel. For multi-label outputs,
-    each logit is compared with that of a second class, which is fixed at 0, and the scores are averaged over the labels.
+    \phi`, and the probit link becomes linear. In this limit, one minus the mixture's largest probability ranks inputs in the same
+    order as the score. The score needs no prior precision, and the norms of the feature vectors cancel. For multi-label outputs, each
+    logit is compared with a second logit fixed at 0, and the scores are averaged over the labels.
 
     Args:
         means: logits (K, n, C).

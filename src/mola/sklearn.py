@@ -171,7 +171,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         hidden: widths of the hidden layers.
         members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; by default, about a sixteenth of the data, between 32 and 1024 rows.
+        batch_size: number of rows per training step; by default, a sixteenth of the rows, but at least 32 and at most 1024.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from
@@ -281,7 +281,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         hidden: widths of the hidden layers.
         members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; by default, about a sixteenth of the data, between 32 and 1024 rows.
+        batch_size: number of rows per training step; by default, a sixteenth of the rows, but at least 32 and at most 1024.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an

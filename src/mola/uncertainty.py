@@ -139,9 +139,9 @@ def _entropy_limit(quarters: Tensor) -> Tensor:
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     r"""Compute the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
 
-    The trapezoidal rule converges exponentially for analytic integrands that vanish at both ends. The sigmoid does not vanish on one
-    side, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` does. The mean of this function has a
-    closed form.
+    The trapezoidal rule converges exponentially for analytic integrands that vanish at both ends. The sigmoid vanishes at only one
+    end, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` vanishes at both. The mean of
+    :math:`\Phi` has a closed form.
 
     Returns:
         Both means, accurate to about 1e-12 in float64.

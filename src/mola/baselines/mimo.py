@@ -156,7 +156,9 @@ def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tupl
     with evaluating(network):
         head = find_head(network, example)
         if not isinstance(head.layer, nn.Linear) or head.dense_axes:
-            raise OptionError("MIMO needs a network that ends in an nn.Linear with one row of logits for each input.")
+            raise OptionError(
+                "MIMO needs a network that ends in an nn.Linear and returns one row of logits for each input."
+            )
         name, first = _first_layer(network, head, example)
         generator = torch.Generator("cpu").manual_seed(seed)
         heads = [_drawn_head(head.layer, generator) for _ in range(members)]

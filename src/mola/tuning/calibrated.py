@@ -6,9 +6,9 @@ All losses are mean log losses on the validation data, each at the temperature T
 1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
 2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each change only if its paired gain exceeds two
    standard errors.
-3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus the larger
-   of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the
-   90 % quantile of the validation data's distances.
+3. *Spend.* Choose the largest distance exponent at which the loss stays within a budget. The budget is the loss after step 2 plus the
+   larger of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond
+   the 90 % quantile of the validation data's distances.
 4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that, at the same T, raises the loss by at most
    0.5 %, including one standard error. The covariance lowers confidence and adds the uncertainty within each network.
 
@@ -42,7 +42,7 @@ PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
 """Prior precisions tried in step 2."""
 
 FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
-"""Prior precisions tried in step 4, which keeps the smallest one whose cost is negligible."""
+"""Prior precisions tried in step 4, which keeps the smallest one that raises the loss only negligibly."""
 
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
 """Pooling coefficients tried first. The neighbours of the best coefficient are tried next."""
@@ -66,13 +66,13 @@ SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that may be spent on the distance exponent."""
 
 FREE = 0.005
-"""Largest relative increase in log loss, including one standard error, that the covariance of step 4 may cause."""
+"""Largest relative increase in log loss, including one standard error, that the covariance added in step 4 may cause."""
 
 TOO_SMALL = 1e-4
 """Largest relative difference in log loss that the summary describes as not measurable."""
 
 CLEAR = 2.0
-"""Number of standard errors that a gain from pooling or from covariance must exceed to be kept."""
+"""Number of standard errors that the gain from pooling or covariance must exceed for the change to be kept."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,14 @@ class Calibrated(Rule):
     It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 
     Args:
-        price: largest relative increase in validation log loss that the distance exponent may cause. If half of the gain from pooling
-            and covariance is larger, that is the limit instead.
+        price: largest relative increase in validation log loss that the distance exponent may cause. The loss may rise by more if the
+            increase is at most half of the gain from pooling and covariance.
     """
 
     price: float = 0.01
     fixes_weights = True
-    """True, since evidence-based weights depend on the prior precision. Without covariance, such weights would select one network."""
+    """True, since evidence-based weights depend on the prior precision. Without covariance, they would give nearly all
+    the weight to one network."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
@@ -174,7 +175,7 @@ class Search:
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
     def most_cautious(self, best: Setting, most: float) -> Setting:
-        """Return the setting with the largest distance exponent whose loss is at most `most`, using a coarse and then a finer grid."""
+        """Return the setting with the largest distance exponent at which the loss is at most `most` (coarse-to-fine search)."""
         chosen, exponents = best, list(EXPONENTS)
         for _ in range(2):
             settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
@@ -190,7 +191,7 @@ class Search:
         return chosen
 
     def free_covariance(self, chosen: Setting) -> Setting:
-        """Return the setting with the smallest prior precision whose cost at the same temperature is negligible."""
+        """Return the setting with the smallest prior precision that, at the same temperature, raises the loss only negligibly."""
         settings = [(precision, chosen.pooling, chosen.exponent) for precision in FREE_PRECISIONS]
         losses = self._losses(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
         found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]

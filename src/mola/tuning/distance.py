@@ -42,8 +42,8 @@ class Distance(Rule):
 
     The paper's rule lowers confidence everywhere until the mean confidence on the validation data meets a threshold. This rule chooses
     the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold.
-    The cost on the validation data is the same, but confidence falls mostly for inputs that are unusually far from the training
-    classes.
+    The mean confidence is then about the same under both rules, but this rule lowers confidence mostly for inputs that are unusually
+    far from the training classes.
 
     Args:
         price: limit on the validation cost of dividing logits by the distance. By default, the mean confidence may fall to the paper's

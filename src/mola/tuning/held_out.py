@@ -76,7 +76,7 @@ class HeldOut:
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
-        """Raise `DataError` if the labels are in a different order from the outputs; warn if they agree no better than chance."""
+        """Raise `DataError` if labels and outputs order the classes differently; warn if predictions are no better than chance."""
         if self.labels is not None and isinstance(self.likelihood, Gaussian):
             self._check_targets(self.likelihood, self.gather(self.labels))
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
@@ -153,7 +153,7 @@ class HeldOut:
         accuracy = float(right.sum()) / total
         # Sum the errors within each input first, because the labels of one input are not independent.
         spread = float((right - accuracy * counted).square().sum()) / self.independent
-        # The error is at least 1 / (count + 2), because the spread would be 0 if all predictions were correct, however few there are.
+        # The error is at least 1 / (count + 2), because the spread is 0 if all predictions are correct, however few they are.
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
@@ -210,7 +210,7 @@ def read_held_out(
         loader: any iterable of batches.
         likelihood: likelihood of the outputs.
         where: name of the loader, for messages.
-        labelled: True if every batch must have labels, False to ignore labels, None to read labels if present.
+        labelled: True to require labels in every batch, False to ignore labels, None to read labels if present.
         progress: show a progress bar.
         team: processes among which the data are divided; by default, only this process.
     """

@@ -34,7 +34,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a function that scores without labels: it gives the confidence and the cross-entropy with the uniform distribution."""
+    """Return a function that needs no labels; its scores are the confidence and the cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:

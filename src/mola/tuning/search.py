@@ -27,8 +27,8 @@ LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
 """First and last indices of the paper's grid, which has 100 values from 1e-4 to 1e3, and the step sizes of the search."""
 
 LOWEST, HIGHEST = -279, 225
-"""Smallest and largest indices of the extended grid, whose values are 2e-24 and 8e11. Below this range, the prior has no influence;
-above it, no covariance remains."""
+"""First and last indices of the extended grid, which covers prior precisions from 2e-24 to 8e11. Below this range, the prior has no
+influence; above it, no covariance remains."""
 
 SAME = 1e-9
 """Relative difference up to which two scores are considered equal, to allow for rounding."""

@@ -84,7 +84,7 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
     damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
     if damaged or part["count"] < 1:
         raise StorageError(
-            f"expected finite float64 sums over at least one datum, but {damaged or 'the count'} is damaged. Save the posterior again."
+            f"{damaged or 'the count'} is damaged: expected finite float64 sums over at least one datum. Save the posterior again."
         )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
     component = make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)

@@ -89,7 +89,7 @@ class WeightLayout:
         return self.flat(dict(network.named_parameters()))
 
     def data_at_once(self, outputs: int) -> int:
-        """Return the largest number of data points whose Jacobians have at most `NUMBERS_AT_ONCE` entries."""
+        """Return the largest number of data points (at least 1) whose Jacobians together have at most `NUMBERS_AT_ONCE` entries."""
         return max(1, NUMBERS_AT_ONCE // (outputs * self.total))
 
 
