@@ -368,7 +368,7 @@ def test_bad_input_is_explained(monkeypatch):
     for words, use in [
         ("needs training labels", unlabelled.log_evidence),
         ("over whole networks", lambda: unlabelled.confidence_bound(inputs)),
-        ("over whole networks", lambda: unlabelled.far_field_limit(inputs)),
+        ("covers all layers", lambda: unlabelled.far_field_limit(inputs)),
     ]:
         with pytest.raises(OptionError, match=words):
             use()
