@@ -111,7 +111,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
     Args:
         uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the most uncertain inputs are rejected first.
-        correct: whether each prediction is correct (1) or wrong (0), of shape (n,).
+        correct: tensor (n,) with 1 for each correct prediction and 0 for each wrong one.
 
     Returns:
         The coverages 1/n, 2/n, ..., 1 and the error rate at each coverage, both of shape (n,).

@@ -124,7 +124,7 @@ def test_inputs_preprocessed_differently_are_warned_of(posterior):
     inputs, labels = draw(150, 2)
     with pytest.warns(MolaWarning, match="times as large as those of the training data. Check .* preprocessed"):
         posterior.tune([(16 * inputs, labels)], rule="nll", progress=False)
-    with pytest.warns(MolaWarning, match="temperature is 100, at the end of its range"):
+    with pytest.warns(MolaWarning, match="temperature is 100, at one end of its range"):
         mola.fit(
             posterior.networks, [(1000 * draw(200, 1)[0], draw(200, 1)[1])], [(1000 * inputs, labels)], progress=False
         )

@@ -112,7 +112,7 @@ class Moments:
 
 
 class Swag(Mixture):
-    """A predictor that averages networks drawn from a Gaussian fitted to SGD snapshots.
+    """A predictor that averages the predictions of networks drawn from a Gaussian fitted to SGD snapshots.
 
     It is returned by `mola.lab.training.fit_swag` and `Swag.load`. `seed` determines the draws, so a prediction depends
     neither on the rest of its batch nor on earlier predictions.

@@ -262,7 +262,7 @@ def _notes(temperature: float) -> tuple[str, ...]:
         return ()
     return (
         warned(
-            f"the temperature is {temperature:.3g}, at the end of its range: the networks' outputs are out of proportion to their "
+            f"the temperature is {temperature:.3g}, at one end of its range: the networks' outputs are out of proportion to their "
             f"accuracy. Check that the inputs are preprocessed as in training."
         ),
     )

@@ -50,7 +50,7 @@ class Distance(Rule):
             threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number such as
             0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per
             output; the default is 0.01.
-        rule: rule that first chooses the prior precision and the temperature, given by name or as an object.
+        rule: rule (a name or an object) that first chooses the prior precision and the temperature.
     """
 
     price: float | Literal["loss"] | None = None
@@ -95,7 +95,7 @@ class Distance(Rule):
             if isinstance(self.price, str):
                 raise OptionError(
                     f"price {self.price!r} is for classification only. For regression, give the price in nats of log loss per "
-                    f"output, such as 0.01."
+                    f"output, for example 0.01."
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
@@ -171,7 +171,8 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     return (
         f"Dividing by the distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
         f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
-        f"divided by {2**chosen:.3g} at twice and by {4**chosen:.3g} at four times the usual distance from the training classes."
+        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four "
+        f"times that distance."
     )
 
 

@@ -56,7 +56,7 @@ NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """The paper's rule: the smallest prior precision at which the mean confidence on the validation data meets a threshold.
+    """The paper's rule: choose the smallest prior precision at which the mean confidence on the validation data meets a threshold.
 
     Args:
         confidence: threshold on the mean confidence. By default, the threshold is `margin` below the networks' mean accuracy on the

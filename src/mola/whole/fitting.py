@@ -77,8 +77,8 @@ def fit(
         likelihood: only "categorical". Use `mola.fit` for other likelihoods.
         prior_precision: prior precision lambda, as one number or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        team: processes that fit the posterior together, from `mola.distributed.join()`. Each process reads its own shard, and all
-            processes return the same posterior, fitted to all data.
+        team: processes that fit the posterior together, as returned by `mola.distributed.join()`. Each process reads its own shard,
+            and all processes return the same posterior, fitted to all data.
         progress: show a progress bar if stderr is a terminal.
     """
     team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
