@@ -62,8 +62,8 @@ def measure_cost(
     snapshot, and each draw from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO
     are omitted.
 
-    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, methods
-    could not be compared: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
+    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, the
+    comparison would be unfair: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))

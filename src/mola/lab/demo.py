@@ -113,7 +113,7 @@ PRECISIONS = np.logspace(-16, 4, 41)
 
 
 def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
-    """Scale noise and test digits by factors up to a million, and compare confidence with its exact limit and the theorem's bound."""
+    """Scale noise and test digits by up to a million, and compare the confidence with its exact limit and the theorem's bound."""
 
     def limit(method: MoLA, inputs: Tensor) -> float:
         return mean_confidence(method.far_field_limit(inputs))

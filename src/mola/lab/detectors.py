@@ -32,8 +32,8 @@ PAIRS_AT_ONCE = 2**23
 """Maximum number of distances to training points that are held in memory at once."""
 
 NEIGHBOUR = 50
-"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point. The authors use this value for
-CIFAR-10."""
+"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point. The authors of the
+score use this value for CIFAR-10."""
 
 BANK = 10_000
 """Number of evenly spaced training points that are searched for nearest neighbours. More points would take longer but hardly change
@@ -55,12 +55,13 @@ def _whitening(covariance: Tensor) -> Tensor:
 
 
 def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) -> tuple[Detector, Detector]:
-    r"""Fit the squared Mahalanobis distance to the nearest class mean (Lee et al., 2018), and its relative form (Ren et al., 2021).
+    r"""Fit two detectors based on the squared Mahalanobis distance to the nearest class mean.
 
     .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
 
-    Here, :math:`\Sigma` is the within-class covariance. The relative form subtracts the squared distance to the overall mean, computed
-    with the overall covariance. If `normalised` is True, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein,
+    The score of the first detector is this distance, where :math:`\Sigma` is the within-class covariance (Lee et al., 2018). The score
+    of the second is the relative distance (Ren et al., 2021), which subtracts the squared distance to the overall mean, computed with
+    the overall covariance. If `normalised` is True, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein,
     2025).
     """
 

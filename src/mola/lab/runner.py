@@ -38,7 +38,7 @@ PROTOCOL = 1
 """Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Share of the total time spent on activations, as measured on image suites."""
+"""Share of the total time that is spent on activations, as measured on image suites."""
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ class DataOptions:
         always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # "consistent" means that outliers are normalised like the training data. The optional entries are omitted if they have their
-        # default values, because most records do not contain them.
+        # "consistent" means that outliers are normalised like the training data. Optional entries with default values are omitted, so
+        # that records without these entries still match.
         return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 

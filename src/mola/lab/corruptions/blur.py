@@ -91,8 +91,8 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     down = margin + np.ceil(steps * np.sin(angles) - 0.5).astype(np.int64)
     right = margin + np.ceil(steps * np.cos(angles) - 0.5).astype(np.int64)
     result = np.zeros_like(images)
-    # Images are processed one by one, because slices of a single image fit in the cache, whereas a gather over the whole batch does
-    # not.
+    # Images are processed one by one, because slices of a single image fit in the cache, whereas the arrays gathered for a whole
+    # batch would not.
     for image, source, rows, columns in zip(
         result, padded(images, margin, "nearest"), down.tolist(), right.tolist(), strict=True
     ):

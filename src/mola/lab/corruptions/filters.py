@@ -19,8 +19,8 @@ Bytes = NDArray[np.uint8]
 """Images as stored, with shape (n, channels, side, side) and type uint8."""
 
 Floats = NDArray[np.float64]
-"""Images or single layers during computations. Their type is float64, because the larger rounding errors of float32 would more often
-push a result just below a whole number, which lowers the final byte by one level."""
+"""Images, or single layers of images, converted for computations. Their type is float64, because the larger rounding errors of float32
+would more often push a result just below a whole number, which lowers the final byte by one level."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -94,7 +94,7 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
     """Apply a Gaussian blur, truncated at `truncate` standard deviations; a sigma of 0 leaves the images unchanged."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
-    # Build the matrix that maps x to sum_k taps[k] x[i + k - r], where 2 r + 1 is the number of taps.
+    # Build the matrix that maps x to y, where y[i] = sum_k taps[k] x[i + k - r] and 2 r + 1 is the number of taps.
     side, radius = images.shape[-1], len(taps) // 2
     matrix, rows = np.zeros((side, side)), np.arange(side)
     for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):

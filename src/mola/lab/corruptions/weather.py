@@ -79,7 +79,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:
-    """Return each pixel's distance (n, side, side) to the nearest edge, along moves of length 1, 1.4 and 2.1969.
+    """Return each pixel's distance (n, side, side) to the nearest edge, measured in moves of length 1, 1.4 and 2.1969.
 
     This is OpenCV's DIST_L2 with a mask of size 5: one forward sweep and one backward sweep, in integer multiples of 1 / 65536. If
     there are no edges, all distances are 8192.

@@ -228,7 +228,7 @@ _ALL = (
         COLOUR,
         {"test": Split(("tinyimagenet", "TinyImageNet"), (("val_32x32.npz",),), read_arrays)},
         "with a uint8 array `images` of shape (n, 32, 32, 3), made from http://cs231n.stanford.edu/tiny-imagenet-200.zip:\n"
-        "  the images in tiny-imagenet-200/val, without CIFAR-10's classes",
+        "  the images in tiny-imagenet-200/val, except those of CIFAR-10's classes",
     ),
 )
 
@@ -269,8 +269,8 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images keep the order of the files, and labels start at 0. If files are missing, the error message lists the expected paths and the
-    download URLs.
+    Images are in the order in which they are stored, and labels start at 0. If files are missing, the error message lists the expected
+    paths and the download URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"

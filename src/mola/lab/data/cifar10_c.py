@@ -58,7 +58,7 @@ PEOPLE = tuple(
     for file in ("cifar10h-counts.npy", "counts.npy")
 )
 LEAST_AGREEMENT = 0.95
-"""Minimum share of images for which the majority label must equal CIFAR-10's label. The share in the published file is 99.2 %."""
+"""Minimum share of images whose majority label equals CIFAR-10's label. The share in the published file is 99.2 %."""
 
 
 def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""File extensions of images, in lower case; comparisons ignore case, because ImageNet's files end in .JPEG."""
+"""File extensions of images, in lower case; comparisons ignore case, because ImageNet's file names end in .JPEG."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def open_folder(
     if not subfolders and classes is None:
         listed = [(path, 0) for path in image_files(root)]
     if not listed:
-        raise DataError(f"{root} contains no images. Expected files that end in {', '.join(sorted(ENDINGS))}.")
+        raise DataError(f"{root} contains no images. Expected files whose names end in {', '.join(sorted(ENDINGS))}.")
     labels = torch.tensor([label for _, label in listed])
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
@@ -230,7 +230,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
             return open_folder(folder, prepare, classes=_synsets(folder, (folder.parent, directory)))
     raise DataError(
         f"ImageNet ({split}) is not in {directory}. Provide:\n  {directory / PLACES[0] / split}/<synset>/*.JPEG\n"
-        "  from https://image-net.org, after registration; sort the validation images into synset folders."
+        "  from https://image-net.org (registration required). Sort the validation images into synset folders."
     )
 
 

@@ -36,7 +36,7 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
-    """Rotate images (n, channels, height, width) counter-clockwise about their centres, and fill the border with 0.
+    """Rotate images (n, channels, height, width) counter-clockwise about their centres, and fill the uncovered corners with 0.
 
     `"nearest"` reproduces the paper's rotated MNIST: it matches Pillow's rotation, which torchvision uses by default. `"bilinear"` is
     intended for very small images: with only 8 x 8 pixels, taking the nearest pixel would break up the strokes.

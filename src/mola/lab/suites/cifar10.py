@@ -62,7 +62,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
         try:
             fetch(ARCHIVE, root)
         except DataError as error:
-            warn(f"CIFAR-10-C could not be downloaded, so it is generated instead: {error}")
+            warn(f"CIFAR-10-C is generated, because it could not be downloaded: {error}")
         published = find_cifar10_c(types, root)
     severities = {
         f"severity {severity}": image_source(

@@ -50,7 +50,7 @@ THUMBNAIL = 64
 """Side of example images in reports, in pixels."""
 
 BATCH = 16
-"""Number of images in a batch. Larger batches do not fit in the processor's cache and are a quarter slower."""
+"""Number of images in a batch. Larger batches do not fit in the processor's cache and reduce the speed by a quarter."""
 
 
 def _preparation(options: DataOptions) -> Preparation:

@@ -213,7 +213,8 @@ def train(
 
     Torch's global random state is restored afterwards. The seed determines the initial weights, the order of the data, dropout and
     augmentation. `prepare` turns a batch of stored inputs into network inputs and may draw from torch's random state. The network is
-    converted to the device and precision of these inputs. `on_epoch` is called after every epoch with the number of completed epochs.
+    moved to the device of these inputs and converted to their precision. `on_epoch` is called after every epoch with the number of
+    completed epochs.
     """
     if not len(data):
         raise DataError("expected at least one row of training data, got none.")

@@ -28,7 +28,7 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) for other likelihoods."""
+    """Inputs (n, ...) and labels: class indices (n,) for the categorical likelihood, or targets (n, C) for other likelihoods."""
 
     inputs: Tensor
     labels: Tensor

@@ -79,7 +79,7 @@ def fit_swag(
     if not (is_real(learning_rate) and math.isfinite(learning_rate) and learning_rate > 0):
         raise OptionError(f"learning_rate must be a finite number above 0, got {learning_rate!r}.")
     if whole_number(rank, "rank", 0) == 1:
-        raise OptionError("rank must be 0 (for the diagonal form) or at least 2, got 1.")
+        raise OptionError("rank must be 0 (for the diagonal form) or at least 2; got 1.")
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
         raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")

@@ -45,7 +45,7 @@ HELD_OUT = 10
 """Reciprocal of the share of training rows that are held out."""
 
 STRUCTURE = "kron-exact"
-"""Curvature structure, which is exact for a single output with constant noise."""
+"""Structure of the curvature; this structure is exact for a single output with constant noise."""
 
 RATES = (3e-2, 3e-3)
 """Learning rates for SWAG; the first rate at which training does not diverge is used."""

@@ -120,7 +120,7 @@ def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...
         numbers = np.loadtxt(path, dtype=np.float64, ndmin=dimensions)
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} does not exist. Expected a folder for each set with data.txt, index_features.txt, index_target.txt and "
+            f"{path} does not exist. Expected one folder per set, each with data.txt, index_features.txt, index_target.txt and "
             f"index_test_0.txt, ..., as published with 'Dropout as a Bayesian Approximation' (Gal and Ghahramani, 2016)."
         ) from error
     except ValueError as error:

@@ -55,7 +55,7 @@ def score_table(records: Records, score: str) -> str:
 def gap_table(records: Records) -> str:
     """Return a Markdown table for the splits that hold out the middle of a feature's range.
 
-    The NLL is a median over splits, because the worst feature would dominate the mean. The coverage of 90 % intervals, and the ratio
+    The NLL is a median over splits, because the worst split would dominate the mean. The coverage of 90 % intervals, and the ratio
     of the standard deviation on test rows to that on validation rows, are means over splits.
     """
     rows = []
