@@ -10,8 +10,8 @@ the mean of each request's token vectors. With --quick, the benchmark uses sciki
 no file.
 
 - `answers`: the error rate of answers whose confidence exceeds the threshold from `mola.abstain_threshold`. The guarantee
-    concerns the true error rate above the threshold, so calibration data are also drawn with replacement from the test data.
-    The true rate is then known: it is the error rate of all test predictions whose confidence exceeds the threshold.
+    concerns the true error rate above the threshold. To make this rate known, calibration data are also drawn with replacement
+    from the test data; the true rate is then the error rate of all test predictions whose confidence exceeds the threshold.
     `violations` is the share of draws in which the true rate is too high; this share must not exceed one minus the certainty.
     `realised` is the error rate on the other part of plain splits, and `above` is the share of splits in which this rate is too
     high, partly by chance.

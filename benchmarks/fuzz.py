@@ -98,7 +98,7 @@ class Problem:
         return found
 
     def reference(self, **changes: Any) -> dense.Mixture:
-        """Return the closed form of the posterior."""
+        """Return the same posterior from the independent implementation, with any changes applied."""
         components, precisions = [], changes.get("precision", self.precision)
         for network, precision, *seen in zip(self.networks, precisions, *self.features(self.train[0]), strict=True):
             head = network[-1]

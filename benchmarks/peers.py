@@ -6,10 +6,10 @@ laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_en
 process as the libraries that it is compared with.
 
 For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, laplace-torch's `kron`
-equals mola's `kron-exact`; laplace-torch puts a bias in a separate block. The Laplace bridges of the two libraries agree for
-all structures except `diag`, for which conditioning the logits on a sum of 0 (laplace-torch) differs from projecting them
-(mola). The comparison uses laplace-torch's BackPACK backend. The default backend, curvlinops, is reported separately, because
-it computes the `full` Hessian in float32 even for float64 networks.
+equals mola's `kron-exact`. With a bias, the two differ, because laplace-torch puts the bias in a separate block. The Laplace
+bridges of the two libraries agree for all structures except `diag`, for which conditioning the logits on a sum of 0
+(laplace-torch) differs from projecting them (mola). The comparison uses laplace-torch's BackPACK backend. The default backend,
+curvlinops, is reported separately, because it computes the `full` Hessian in float32 even for float64 networks.
 
 Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and
 class-conditional lac) must contain the same classes as mola's. Up to one set in a hundred may differ, because MAPIE adds
@@ -257,7 +257,7 @@ def laplace_torch() -> dict[str, Any]:
 
 
 def above(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of quantities that have the same definition but differ by more than their tolerance."""
+    """Return the rows in which both libraries define the quantity alike but their values differ by more than the tolerance."""
     return [
         row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])
     ]

@@ -10,9 +10,9 @@ measured. `ratio` is the median, over repetitions, of the time of the tested cal
 Limits apply to `added` rather than `ratio`, because the times of two passes through the same network may differ by more than the
 overhead.
 
-With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, its weights and images are
-random, which does not change the amount of arithmetic. With --peer, mola is compared with laplace-torch on the same tasks, in a
-separate environment (peer_environment.py).
+With --data and --networks (folders), ResNet-20 is measured with trained weights and CIFAR-10 images. Otherwise, the weights and
+the images are random; the amount of arithmetic is the same. With --peer, mola is compared with laplace-torch on the same tasks,
+in a separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
 """

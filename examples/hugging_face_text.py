@@ -109,7 +109,7 @@ def train(seed: int, tokenizer, texts, labels) -> BertForSequenceClassification:
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=32,
-        initializer_range=0.1,  # with BERT's default of 0.02, narrow layers learn slowly at first
+        initializer_range=0.1,  # with BERT's default value, 0.02, narrow layers learn slowly at first
         num_labels=len(KNOWN),
         id2label=dict(enumerate(KNOWN)),
     )

@@ -4,9 +4,9 @@
 
 Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior over their last layers,
 which are 1x1 convolutions. Evaluates all methods on test pictures, on shifted copies (dimmer and noisier), and on pictures with rings,
-a shape absent from the training data. Prints a table and draws maps of the confidence and other fields. Distances are medians
-over pixels. The AUROC measures how well the OOD score separates the pixels of rings from all others. Takes about a minute.
-Needs `pip install 'mola-torch[bench]'`.
+a shape absent from the training data. Prints a table and draws maps of the confidence, the epistemic uncertainty and the distance.
+In the table, distances are medians over pixels, and the column `rings` shows the AUROC, which measures how well the OOD score
+separates the pixels of rings from all others. Takes about a minute. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
