@@ -21,7 +21,7 @@ class ReportOptions(Quiet):
 
     suites: tuple[str, ...] = option(
         (),
-        "Suites to report; for uci, `mola bench uci` prints the tables",
+        "Suites to include; for uci, `mola bench uci` prints the tables",
         argument=True,
         metavar="SUITES",
         shown="all suites with results",

@@ -37,7 +37,7 @@ def check_report_folder(output: Path) -> None:
 def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
     """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
 
-    With several processes, the exit code is 0, because torchrun treats any other exit code as a failure.
+    With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.
     """
     if as_json:
         typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))

@@ -144,7 +144,7 @@ class Sight:
         low, high = float(values.min()), float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
-                f"expected pixels from 0 to 1, but the inputs range from {low:.3g} to {high:.3g}, so a picture cannot "
+                f"expected pixel values from 0 to 1, but the inputs range from {low:.3g} to {high:.3g}, so a picture cannot "
                 f"be converted to an input. Fit on images or bytes, with --normalise or --mean and --std."
             )
         return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]

@@ -35,7 +35,7 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class Columns:
-    """Converter that turns a posterior's predictions into tables, arrays and sums."""
+    """Converter from a posterior's predictions to tables, arrays and sums."""
 
     names: tuple[str, ...]
     """Names of the classes, labels or targets."""

@@ -315,7 +315,7 @@ def _tuned(
 
 
 def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, Any], list[str]]:
-    # Return the value of `_Methods.alone` and notes for the report.
+    # Return the mapping for `_Methods.alone`, and notes for the report.
     count, likelihood = len(posterior.components), posterior.likelihood
     members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
     if held_out is None:

@@ -237,7 +237,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
-        # The mixture weights are the same with and without the posterior, so that only the Laplace approximations make a difference.
+        # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
             plain.add(Answer(alone, likelihood=likelihood).columns(labels))

@@ -187,7 +187,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
-        raise StorageError(f"expected a JSON object in {path}, got a {type(content).__name__}.")
+        raise StorageError(f"expected a JSON object in {path}, got a value of type {type(content).__name__}.")
     return content
 
 

@@ -118,7 +118,7 @@ def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Int
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List the images in a folder without decoding them. Subfolders are the classes, in alphabetical order by default."""
+    """List the images in a folder without decoding them. Each subfolder is a class; by default, classes are in alphabetical order."""
     inside = [path.relative_to(root) for path in image_files(root)]
     inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     if not inside:

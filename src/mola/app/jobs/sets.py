@@ -152,7 +152,9 @@ def open_set(
                 f"cannot import {name!r} for the data ({type(error).__name__}: {error}).{near}"
             ) from error
         if not callable(function):
-            raise OptionError(f"expected a function that returns batches, but {name} is a {type(function).__name__}.")
+            raise OptionError(
+                f"expected a function that returns batches, but {name} has type {type(function).__name__}."
+            )
         return Own(name=name, intake=intake, function=function, labelled=labelled)
     known = [*([] if is_path(name) or path.suffix else BUILT_IN), *(one.name for one in path.parent.glob("*"))]
     hint = did_you_mean(path.name.partition(":")[0], known)
