@@ -15,7 +15,7 @@ Kind = TypeVar("Kind")
 def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
     """Return the object with the given name and default settings; if an object of the right kind is given, return it unchanged.
 
-    Raises `OptionError` for any other value.
+    Any other value raises `OptionError`.
     """
     if isinstance(value, kind):
         return value
@@ -23,7 +23,7 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """Return the name if it is known; otherwise, raise an `OptionError` that lists the known names and `otherwise`."""
+    """Return the name if it is known, or raise an `OptionError` that lists the known names, followed by the text `otherwise`."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))

@@ -401,7 +401,7 @@ class MoLA(Mixture):
             log_distance, log_norm = self.log_distances(rows)
             return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
         reference = self.scaling.reference.score_at(self.weights) if self.scaling.reference else None
-        assert reference is not None  # the name is COMBINED only if there is a reference
+        assert reference is not None  # `ood_score_name` is COMBINED only if there is a reference
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
     # --- new posteriors from this one -------------------------------------------------------------------------------
@@ -678,8 +678,8 @@ class MoLA(Mixture):
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
         The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With
-        a distance exponent, the limit is 1/C, except at inputs where all features of a network are 0: they remain 0 at every
-        multiple of the input.
+        a distance exponent, the limit is 1/C, except at inputs where all features of a network are 0, because such features
+        remain 0 at every multiple of the input.
         """
         self._require_bounds()
         once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)

@@ -52,7 +52,8 @@ class _Fields:
     def _read(self, name: str) -> Any:
         value = self._fields[name]
         if callable(value):
-            # inference_mode(False) enables gradients, which tracing would record, so it is used only if inference mode is on.
+            # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
+            # inference mode is on.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value

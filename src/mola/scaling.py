@@ -37,7 +37,7 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest divisor due to distance. This divisor is large enough to make every logit vanish."""
+"""Logarithm of the largest allowed distance divisor `rho^gamma`. This divisor is large enough to make every logit vanish."""
 
 LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
@@ -167,8 +167,8 @@ class LogitScaling:
         Args:
             logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distances are not used.
             weights: mixture weights (K,).
-            norms: whether to use feature norms, as classification does. Regression does not need them, because its variance grows
-                with the features.
+            norms: whether to use feature norms, as classification does. Regression does not need them, because the
+                variance of its predictions grows with the features.
             candidates: candidate settings of a search, which replace the settings of this object.
         """
         at = self if candidates is None else candidates

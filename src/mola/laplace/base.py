@@ -132,7 +132,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variances of the logits for features (n, P), of shape (n, C), or (L, n, C) for L prior precisions."""
+        """Return the variances (n, C) of the logits for features (n, P); for L prior precisions, their shape is (L, n, C)."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:

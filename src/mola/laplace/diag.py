@@ -25,7 +25,7 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Diag(Structure):
-    """The diagonal of the Hessian. This is the smallest structure; it needs O(C P) memory."""
+    """The diagonal of the Hessian. It needs O(C P) memory."""
 
     name = "diag"
 

@@ -17,8 +17,8 @@ from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
 """Ridge added to the within-class covariance, relative to the Frobenius norm of that covariance. For networks trained on MNIST and
-CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. A smaller ridge is insufficient with few data points or
-few features, for example on the two-moons data or with two images per class."""
+CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. Ridges smaller than this one are insufficient with few
+data points or few features, for example on the two-moons data or with two images per class."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
 """Rounding error of a sum of N unit vectors, divided by `sqrt(N)`."""

@@ -112,7 +112,8 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     shares = degrees / most
 
     def roots(part: float, *, other: bool) -> Tensor:
-        # Return the smaller roots for part = 4 max(d) / T. If `other` is True, use the larger root for the largest degree.
+        # Return the smaller root of each quadratic equation, given part = 4 max(d) / T. If `other` is True, use the larger root for
+        # the largest degree.
         discriminant = (1 - part * shares).clamp_min(0).sqrt()
         found = part * shares / (2 * (1 + discriminant))
         if other:

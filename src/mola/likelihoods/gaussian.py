@@ -256,7 +256,7 @@ class Gaussian(RegressionLikelihood):
         if self.heteroscedastic:
             return replace(self, noise=1.0, estimated=True)
         if "targets" not in sums.tensors:
-            self.deviation(1)  # raises an error, because the noise is unknown without targets
+            self.deviation(1)  # this call raises an error, because the noise is unknown without targets
         squares, _, total, power = sums.tensors["targets"].cpu()
         count = sums.count
         constant = (power / count - (total / count).square() <= CONSTANT * power / count).nonzero().flatten().tolist()

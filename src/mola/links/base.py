@@ -30,7 +30,7 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C), given the mean (..., n, C) and spread of the logits (None if there is no covariance)."""
+        """Return probabilities (..., n, C), given the logits' mean (..., n, C) and their spread (None without a covariance)."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True if the link is defined for the given likelihood."""
