@@ -142,7 +142,7 @@ def fit(
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label) or "gaussian" (regression), or an object from
             `mola.likelihoods`.
-        prior_precision: prior precision lambda, used unless a rule chooses one: a single number, or K numbers.
+        prior_precision: prior precision lambda, used unless a rule chooses one: a single number, or one per network.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, or one name per network; by default, the layer is found automatically.
         logits: function that extracts the logits from a network's output, such as `lambda output: output[0]`, or one such function
@@ -150,7 +150,7 @@ def fit(
         distances: whether to compute the sums needed for distances from the training classes. For each network, these sums are
             matrices of shapes C x P and P x P.
         positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
-            treats each input as a single datum. If `positions` is a number, that many are drawn from each input.
+            treats each input as a single datum. If `positions` is a number, that many positions are drawn from each input.
         ignore_index: label that marks positions to ignore.
         team: processes that share the fit; see `mola.distributed.join`. Each process reads its own shard, and every process returns
             the posterior for the combined data.
@@ -213,7 +213,7 @@ def fit(
         for rows in batch.chunks():
             for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
                 own = sums_of(layer, phi, outputs, rows.labels)
-                # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
+                # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
                 # would otherwise accumulate.
                 parts[k] = own if len(rows) == len(batch) else parts[k] + own
         return parts

@@ -1,7 +1,7 @@
 """Tables of scores, collected from all batches and processes, with one row for each input, label or position.
 
 Memory use grows with the number of rows, but not with the number of features or classes. Rows that belong to the same input are not
-independent, so each row for multi-label data or dense outputs holds the index of its input.
+independent, so for multi-label data and dense outputs, each row holds the index of its input.
 """
 
 from __future__ import annotations

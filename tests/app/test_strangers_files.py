@@ -41,7 +41,7 @@ def weights(tmp_path):
 def test_weights_that_grow_when_read_are_refused(weights, tmp_path):
     bomb = repacked(weights, tmp_path / "bomb.pt", compressed=True, more=[("good/data/9", bytes(2**26))])
     assert bomb.stat().st_size < 2**20
-    with pytest.raises(StorageError, match=r"bomb\.pt has \d+,\d+ bytes but declares an unpacked size of 67,"):
+    with pytest.raises(StorageError, match=r"bomb\.pt is \d+,\d+ bytes long but declares an unpacked size of 67,"):
         read_state(bomb)
 
 

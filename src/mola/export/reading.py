@@ -1,7 +1,7 @@
 """Load an exported file and run it.
 
-PyTorch's `.pt2` reader can run code from the file. The reader unpickles constants and old weight formats, evaluates size expressions,
-and compiles guards and names as Python code. A `.pt2` file is therefore read only with `trust=True`.
+PyTorch's `.pt2` reader can run code from the files that it reads. It unpickles constants and old weight formats, evaluates size
+expressions, and compiles guards and names as Python code. A `.pt2` file is therefore read only with `trust=True`.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def onnx(
         check: whether to run the exported model and compare its outputs with the posterior's before the file is written.
 
     Returns:
-        The path, size, inputs and outputs of the file, and the largest deviation of each output from PyTorch's. Raises `ExportError`
-        if a network cannot be traced or if the file's outputs differ from the posterior's predictions.
+        The file's path and size, the model's inputs and outputs, and the largest deviation of each output from PyTorch's. Raises
+        `ExportError` if a network cannot be traced or if the file's outputs differ from the posterior's predictions.
     """
     for package in ("onnx", "onnxscript", *(["onnxruntime"] if check else [])):
         require(package)

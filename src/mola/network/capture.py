@@ -21,7 +21,10 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """For m rows: every network's float64 features phi (m, P), including the constant 1, its outputs (m, C), and any labels."""
+    """Features phi (m, P) and outputs (m, C) of every network for m rows, and any labels.
+
+    The features are in float64 and end with the constant 1 if the head has a bias.
+    """
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]

@@ -127,7 +127,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return a head's input and output at the positions that the network returns; the head itself runs at every position."""
+    """Return a head's input and output at the positions of the network's output; the head itself runs at every position."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
@@ -167,8 +167,8 @@ def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
-    # Run one forward pass; return its output and all calls to linear and convolutional layers. For dense layers, store
-    # tensors only for those in `keep` and for the last one.
+    # Run one forward pass; return its output and all calls to linear and convolutional layers. Of the dense
+    # layers, only the last and those in `keep` have their tensors stored.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
     names = {id(module): name for name, module in reversed(layers.items())}  # a shared module keeps its first name
@@ -296,7 +296,7 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     The name is dotted, as in `named_modules`. An empty name refers to the network itself.
     """
     if not isinstance(name, str):
-        raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
+        raise HeadError(f"head must be the dotted name of a layer, such as 'fc'; got {name!r}.")
     modules = _named_layers(network)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:

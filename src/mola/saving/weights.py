@@ -104,7 +104,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     """Load the weights from a file into a network. If an error occurs, the network is left unchanged.
 
     Names must match exactly, either as they are or without the prefixes that wrappers add (`module.`, `_orig_mod.`, a leading
-    `model.`). Values are converted to the network's precision and device.
+    `model.`). Values are converted to the network's precision and moved to its device.
 
     Args:
         network: network whose architecture matches the weights; it is changed in place.
@@ -159,8 +159,8 @@ def _refuse_bomb(path: Path) -> None:
             unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
         if unpacked > MAX_COMPRESSION * size:
             raise StorageError(
-                f"{path} has {size:,} bytes but declares an unpacked size of {unpacked:,} bytes. Weights do not compress this well, "
-                f"so the file is damaged. Copy or download it again."
+                f"{path} is {size:,} bytes long but declares an unpacked size of {unpacked:,} bytes. Weights do not compress "
+                f"this well, so the file must be damaged. Copy or download it again."
             )
 
 
@@ -212,7 +212,7 @@ def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict
     theirs = {name: full for name, full in theirs.items() if name in ours or name != "n_averaged"}
     values = {ours[name]: state[full] for name, full in theirs.items() if name in ours}
     shapes = [
-        f"{name} has shape {tuple(value.shape)} and type {value.dtype}, expected {tuple(own[name].shape)} and {own[name].dtype}"
+        f"{name} has shape {tuple(value.shape)} and type {value.dtype} (expected {tuple(own[name].shape)} and {own[name].dtype})"
         for name, value in sorted(values.items())
         if value.shape != own[name].shape or value.is_floating_point() != own[name].is_floating_point()
     ]
