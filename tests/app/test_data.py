@@ -229,7 +229,7 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
     assert first.keys() == {"input", "labels"}
     for name, words in (
         ("gone", "has no function 'gone'"),
-        ("number", "expected a function.*is a int"),
+        ("number", "expected a function.*has type int"),
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
