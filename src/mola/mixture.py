@@ -152,7 +152,7 @@ class Mixture(nn.Module):
 
         Returns:
             A `Prediction` or, for regression, a `RegressionPrediction`, in main memory. Costly fields are computed when they are first
-            read, unless keeping their inputs until then would take too much memory.
+            read, unless keeping the tensors they need until then would take too much memory.
         """
         seed, parts, held = seed_from(generator), [], 0
         kind: Any = Prediction if self.likelihood.classification else RegressionPrediction

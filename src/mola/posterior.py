@@ -81,7 +81,7 @@ class MoLA(Mixture):
     ) -> None:
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
-        # Components cannot be called as predictors: every method of Mixture that would call them is overridden.
+        # Components cannot be called as predictors, so every method of Mixture that would call them is overridden.
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components: tuple[Component, ...] = tuple(components)
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
@@ -259,7 +259,7 @@ class MoLA(Mixture):
         weights = self.weights
         if (
             self.weighting == "evidence"
-        ):  # evidence depends on the prior precision, so `tuning.scores` passes one candidate at a time
+        ):  # evidence weights depend on the prior precision, so `tuning.scores` passes one candidate at a time
             weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
         divisors = self.divisors(rows, weights, candidates)
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
@@ -591,7 +591,8 @@ class MoLA(Mixture):
                 posterior = self.with_weights(weights)
                 size = ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)
                 parts = [posterior._member_log_likelihoods(*part) for part in data.chunks(size)]
-                logs = data.gather(torch.cat(parts) if parts else None)  # None if the shard of this process is empty
+                # `parts` is empty if the shard of this process is empty.
+                logs = data.gather(torch.cat(parts) if parts else None)
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()

@@ -220,7 +220,7 @@ class Prediction(_Fields):
 
     @property
     def aleatoric(self) -> Tensor:
-        """Uncertainty (n,) in nats that more data would not remove: the rest of the entropy, which is due to overlapping classes."""
+        """Part of `entropy`, of the same shape, that is due to overlapping classes and that more data would not remove."""
         known = self._read("aleatoric")
         return self.entropy - self.mutual_information if known is None else known
 

@@ -96,7 +96,7 @@ class Structure(ABC):
 
 
 def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
-    """Raise `StructureTooLargeError` if fitting networks with these numbers of features would exceed the free memory."""
+    """Raise `StructureTooLargeError` if fitting networks with these numbers of features would need more memory than is free."""
     needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
     if free is not None and needed > free:
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")

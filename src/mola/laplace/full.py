@@ -31,7 +31,7 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Full(Structure):
-    """The exact Hessian, the best structure if C P is at most a few thousand."""
+    """The exact Hessian, recommended if C P is at most a few thousand."""
 
     name = "full"
     smaller = "kron"

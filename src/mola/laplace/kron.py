@@ -120,7 +120,7 @@ def kron_eigensystem(sums: Sums) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FactoredCurvature(Curvature):
-    """A curvature whose covariance is `U x V` with `V = (sqrt(N) B + sqrt(lambda) I)^-1`."""
+    """A curvature for which the posterior covariance is `U x V`, with `V = (sqrt(N) B + sqrt(lambda) I)^-1`."""
 
     count: int
     feature_values: Tensor

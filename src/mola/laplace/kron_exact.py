@@ -29,7 +29,7 @@ class KronExact(Kron):
 
 
 class KronExactCurvature(KronCurvature):
-    """A curvature whose posterior precision has the eigenvalues `N a_i b_j + lambda` in the factors' joint eigenbasis."""
+    """A curvature for which the posterior precision has the eigenvalues `N a_i b_j + lambda` in the factors' joint eigenbasis."""
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return the eigenvalues (..., C, P) of the posterior covariance."""
@@ -70,5 +70,5 @@ class KronExactCurvature(KronCurvature):
         return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """Return the smallest entry of each output's table, which is the smallest eigenvalue of the output's covariance."""
+        """Return the smallest value in each output's row of `class_table`: the smallest eigenvalue of that output's covariance."""
         return self.class_table(precision).amin(1)

@@ -41,8 +41,8 @@ class MeanField(Link):
             return Probit()(mean, spread, likelihood, seed)
         if mean.shape[-1] > MOST_CLASSES:
             raise OptionError(
-                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which would not fit "
-                f"into memory. Use 'probit', 'probit-centred' or 'mc'."
+                f"link 'mean-field' needs a table of {mean.shape[-1]} x {mean.shape[-1]} class pairs for each input, which would "
+                f"not fit into memory. Use 'probit', 'probit-centred' or 'mc'."
             )
         covariance = spread.covariance(centred=True)
         half = 0.5 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)
