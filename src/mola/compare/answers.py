@@ -52,7 +52,10 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return the available `SCORES`, each (n,) in float64; scores computed from logits (K, n, C) are averaged with `weights` (K,)."""
+    """Return the available `SCORES`, each of shape (n,), in float64.
+
+    Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
+    """
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {

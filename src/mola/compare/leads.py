@@ -46,7 +46,8 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     sign = 1 if better == "high" else -1
 
     def rivals(name: Name) -> dict[Name, tuple[float, float, float | None]]:
-        # Return, for each rival, the lead in standard errors, the lead itself, and its standard error. Rivals that tie are left out.
+        # Return, for each rival, the lead over it in standard errors, the lead itself, and the standard error of the lead. Rivals that
+        # tie are left out.
         behind: dict[Name, tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)

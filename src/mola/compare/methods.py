@@ -109,7 +109,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions, keyed by name; each takes the target confidence for the paper's rule and returns a rule."""
+"""Functions that return tuning rules, keyed by name; each takes a target confidence, which only the paper's rule uses."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 

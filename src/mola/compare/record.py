@@ -39,7 +39,7 @@ class SetInfo:
     parts: str = ""
     """Unit of `count`: "label" or "position"; empty if `count` is the number of inputs."""
     inputs: int | None = None
-    """Number of inputs, if `count` is the number of labels or positions."""
+    """Number of inputs if `count` is the number of labels or positions, otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class Comparison:
 
     title: str
     sets: dict[str, SetInfo]
-    """Data sets by name: first the test set, then the shifted sets in order of level, then the outliers."""
+    """Data sets by name: first the test set, then the shifted sets in order of level, then the outlier sets."""
     records: tuple[Record, ...]
     """Records in the order of the methods; all records of a method are adjacent."""
     classes: tuple[str, ...] = ()
@@ -306,7 +306,7 @@ class Comparison:
     pictures: dict[str, Pictures] = field(default_factory=dict)
     """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()
-    """Notes from tuning, and other caveats."""
+    """Notes on tuning, and caveats about the data."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     """Reason why each unusable input was left out, by set name and input name."""
     made: Mapping[str, Any] = field(default_factory=dict)

@@ -60,7 +60,7 @@ BETTER: dict[str, Better] = {
 
 
 def measured(tally: Tally) -> dict[str, Measurement]:
-    """Return the metrics on labelled data for which standard errors are computed."""
+    """Compute, on labelled data, the metrics that have standard errors."""
     if "square[all]" in tally.columns:
         return regression_metrics(tally)
     found, area = tally.classified(), None
@@ -79,9 +79,9 @@ def labelled_result(
 ) -> LabelledResult:
     """Return a method's results on labelled data, with every metric that is defined.
 
-    If `detail` is True, the result includes the bins needed for figures. `classes` (for regression, the names of the outputs) adds
-    results for each class, and `types` adds results for each type of shift. Data point i has the type with index i modulo the number
-    of types.
+    If `detail` is True, the result includes the bins needed for figures. `classes` adds results for each class or, for regression,
+    contains the names of the outputs. `types` adds results for each type of shift; data point i has the type with index i modulo the
+    number of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -112,7 +112,7 @@ def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[
         "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
-    if bool(legacy[:, 0].sum() > 0):  # False if every confidence is at least 0.99
+    if bool(legacy[:, 0].sum() > 0):  # all bins are empty if every confidence is at least 0.99
         found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
     if "question" in tally.columns:
         found |= {name: float(each.nanmean()) for name, each in _by_label(tally).items() if name != "ece"}

@@ -148,7 +148,7 @@ def abstain_threshold(
         raise DataError(_why_none(scores, wrong, rate, 1 - certain))
     value, answered, errors = found
     return AnswerThreshold(
-        value if score is not None else max(value, 0.0),  # every confidence is above 0
+        value if score is not None else max(value, 0.0),  # 0 instead of -inf, because every confidence is above 0
         score="confidence" if score is None else "own",
         error_rate=rate,
         certainty=certain,
@@ -212,7 +212,8 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
         # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores may be above it.
         place = places[bisect_right(places, start) - 1]
         spent[place] = spent.get(place, 0.0) + delta / len(starts)
-    # Without another error, more answers only lower the p-value, so test only after a new error or a new part of the level.
+    # As long as no error is added, more answers only lower the p-value. Tests are therefore needed only where an error is added or a
+    # part of the level is spent.
     counts = [errors[place] for place in places]
     tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in spent), len(places)]
     level, best = 0.0, None

@@ -124,7 +124,7 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
         (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()
     ):
         raise DataError(
-            f"expected finite predictions (n, D) with positive variances, and no lower end above its upper end; got shapes "
+            f"expected finite predictions (n, D) with positive variances and lower ends no greater than the upper ends; got shapes "
             f"{tuple(low.shape)}, {tuple(high.shape)} and {tuple(scale.shape)}."
         )
     return low, high, scale

@@ -18,10 +18,10 @@ and 1 (or equal to 1 without randomisation). The scores are
 coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al., 2015). Each q is
 computed from fewer data, so sets are larger and vary more.
 
-*Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the coverage is below the
-accuracy, so some misses are allowed. An empty set misses the true class; `at_least_one` adds the most probable class. *Full sets* mean
-that no class can be excluded. If the sets are calibrated by class, a class with fewer than :math:`\lceil 1/\alpha \rceil - 1` examples
-is in every set.
+*Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the requested coverage
+is lower than the accuracy, so some sets exclude even the most probable class. An empty set misses the true class; `at_least_one` adds
+the most probable class. *Full sets* mean that no class can be excluded. If the sets are calibrated by class, a class with fewer than
+:math:`\lceil 1/\alpha \rceil - 1` examples is in every set.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def prediction_sets(
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    # Return scores in the shape of `probability`, to which `draws` is broadcast.
+    # Return scores of the same shape as `probability`; `draws` is broadcast to this shape.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability

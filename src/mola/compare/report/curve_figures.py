@@ -176,7 +176,7 @@ def _output_title(comparison: Comparison, output: str) -> str:
 
 
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
-    """Plot the observed coverage of central intervals against the nominal coverage; `panels` maps each title to its methods."""
+    """Plot the observed against the nominal coverage of central intervals; `panels` maps panel titles to the methods to plot."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     made = []

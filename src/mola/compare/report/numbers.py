@@ -55,7 +55,7 @@ def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None
 
 
 class Numbers:
-    """Estimates for several methods over their runs; with only one run, the standard error is computed over the data points."""
+    """Means over each method's runs, with standard errors; for a single run, the standard errors are computed over the data points."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
         records = [record for found in methods.values() for record in found]

@@ -1,4 +1,4 @@
-"""Figures that show example images with each method's confidence, confidence maps of the plane, and confidence histograms."""
+"""Figures that show confidence maps, confidence histograms, and example images with each method's confidence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, BAR, STEP = 0.86, 0.115, 0.145
 """Side length of an image, height of a bar and distance between bars, relative to the distance between adjacent images."""
 
 MOST_SHIFTED = 2
-"""Number of shifted sets shown as images: one at the middle level and one at the highest level."""
+"""Number of shifted sets from which images are shown (those at the middle and the highest level)."""
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:

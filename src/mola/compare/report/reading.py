@@ -27,7 +27,7 @@ METHODS = {
     "DE": "the plain deep ensemble: the mean of all networks' probabilities",
     "DE-T": "DE with a temperature tuned on the validation data",
     "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
-    "SWAG": "a Gaussian fitted to the weights of the last training steps",
+    "SWAG": "a Gaussian fitted to the weights from the last training steps",
     "MultiSWAG": "a mixture of SWAGs",
     "MIMO": "one network that makes several predictions in one forward pass",
     "LLLA": "the first network, with a Laplace approximation of its last layer",
@@ -94,7 +94,7 @@ class SuiteResults(Comparison):
     groups: dict[str, dict[str, tuple[Record, ...]]]
     """Records by group and method, sorted by run. The group `MAIN` contains the compared methods."""
     cost: dict[str, Any]
-    """Content of `cost.json`: "rows" in the order of the methods, "settings" and "environment"."""
+    """Content of `cost.json`: "rows" (in the order of the methods), "settings" and "environment"."""
     warnings: tuple[str, ...]
 
     @property

@@ -308,7 +308,7 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
     return _every_score(title, caption, suite, numbers, columns)
 
 
-# --- measures beyond the metrics -------------------------------------------------------------------------------------
+# --- additional measures ---------------------------------------------------------------------------------------------
 
 
 def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:

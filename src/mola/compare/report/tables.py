@@ -30,7 +30,7 @@ ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 @dataclass(frozen=True)
 class Column:
-    """The heading and number format of a column and, in tables made from records, the quantity to read."""
+    """The heading and number format of a column and, in tables made from records, the quantity that it shows."""
 
     name: str
     group: str = ""
@@ -85,7 +85,7 @@ def make_table(
 ) -> Table:
     """Format the numbers in each row and mark the best number in each column; the rows in `aside` are never marked.
 
-    `best` contains the row name and column index of each cell to mark. By default, the methods that `leaders` returns are marked.
+    `best` contains the row name and column index of each cell to mark. By default, `leaders` chooses the cells in each column.
     """
     if best is None:
         best = [
@@ -125,7 +125,7 @@ def _text(number: Number, column: Column) -> str:
 
 
 def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return columns that show metrics on one set; `columns` maps each metric to a column with its heading and format."""
+    """Return columns that show metrics on one set; `columns` gives the heading and format for each metric."""
     return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
 
 

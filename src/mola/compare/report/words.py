@@ -99,7 +99,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
-    """Return the findings on the test data, which begin with the posterior against the networks alone, and on each outlier set."""
+    """Return one finding for the test data and one for each outlier set."""
     own, test, leads = comparison.own, comparison.test.name, comparison.leads[comparison.test.name]
     mine, names = comparison.methods[own].labelled[test].metrics, method_words(comparison)
     loss, digits = (
@@ -141,7 +141,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
 
 
 def method_words(comparison: Comparison) -> dict[str, str]:
-    """Return the names of the methods in sentences. The posterior keeps the short name that the tables use."""
+    """Return the names by which sentences refer to the methods. The posterior keeps the short name that the tables use."""
     network = "network" if comparison.baseline == "MAP" else "first network"
     return {
         "MAP": f"the plain {network}",
@@ -157,7 +157,7 @@ def method_words(comparison: Comparison) -> dict[str, str]:
 
 
 def _own_sentence(comparison: Comparison, loss: str, digits: int) -> str:
-    # Compare the posterior with the plain networks and, if validation data were available, with the scaled ones.
+    # Compare the posterior with the plain networks and, given validation data, with their rescaled versions ("-T" or "-N").
     own, base, names = comparison.own, comparison.baseline, method_words(comparison)
 
     def against(other: str) -> str:
