@@ -142,7 +142,7 @@ def _methods(
         return methods
     # Measure SWAG's training on a quarter of the batches, because it is slower than prediction.
     count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]
-    # To measure predictions, fit SWAGs of the usual size with a few tiny steps, so that activations stay finite.
+    # To time predictions, fit full-size SWAGs on a single batch, with tiny steps that keep activations finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
     work = _swag_work(models[0], part, budget.swag)

@@ -172,7 +172,7 @@ Progress = Callable[[str, float], None]
 """Function that is called with a description of the current step and the completed share of the work, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Measured share of the total time that has elapsed after each part of the demo."""
+"""Progress after each part of the demo, as a measured fraction of the total time."""
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:

@@ -15,7 +15,7 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function that takes a set's name and whether to compute OOD scores, and yields a method's predictions and the labels in batches."""
+"""Function that takes a set's name and a flag that requests OOD scores, and yields batches of predictions and labels."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
@@ -38,9 +38,9 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
     """Measure the agreement with human labels, which are given as counts (n, C) in the order of the test set.
 
-    The result contains the `cross-entropy` between the shares of human labels and the predicted probabilities, and the `divergence`,
-    which is the cross-entropy minus the entropy of the shares. For every OOD score, the result also contains the rank correlation
-    between the score and this entropy.
+    The result contains the `cross-entropy` between the distribution of human labels and the predicted probabilities, and the
+    `divergence`, which is the cross-entropy minus the entropy of this distribution. For every OOD score, the result also contains the
+    rank correlation between the score and this entropy.
     """
     shares = counts.double() / counts.double().sum(1, keepdim=True)
     doubt = entropy(shares)
@@ -79,7 +79,7 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answe
 
     The threshold maximises the accuracy on validation inputs, where out-of-scope inputs form an additional class ("oos-threshold"
     in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
-    `in-scope accuracy` is the share of in-scope test data that are accepted and classified correctly.
+    `in-scope accuracy` is the fraction of in-scope test data that are accepted and classified correctly.
     """
     known, unknown, inside, outside = (
         Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)

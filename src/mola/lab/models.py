@@ -1,6 +1,6 @@
 r"""The networks from the paper's experiments, by name: LeNet-5, residual networks and wide residual networks.
 
-**LeNet-5** for 28 x 28 grey images has 44,426 parameters and 84 features.
+**LeNet-5** for 28 x 28 greyscale images has 44,426 parameters and 84 features.
 
 **Residual networks** of depth 6 n + 2 for 32 x 32 images (He et al., 2016, section 4.2) have parameter-free shortcuts. They consist of
 a 3 x 3 convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling, and a linear
@@ -12,7 +12,8 @@ ReLU, global average pooling, and a linear layer. The paper uses WRN-16-4 with a
 drawn from :math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias starts at 0, and all other parameters are initialised as in PyTorch.
 
 The homogeneous variants have neither BatchNorm nor biases, so that f(a x) = a f(x) for a > 0, and the paper's far-field theory is
-exact. With BatchNorm, the theory is not exact, because the running mean also shifts inputs in evaluation mode.
+exact. With BatchNorm, the theory is not exact, because the running means subtracted in evaluation mode do not scale with the
+input.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class ModelSpec:
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:
-    # Build WRN-50-2 for ImageNet with torchvision if it is installed, or else with timm; both use the same parameter names.
+    # Build WRN-50-2 for ImageNet with torchvision if it is installed and otherwise with timm; both use the same parameter names.
     try:
         build = importlib.import_module("torchvision.models").wide_resnet50_2
     except ImportError:

@@ -1,7 +1,7 @@
 """The trained networks of a suite, from a folder or listed individually, and `mola train`, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ..., written by `mola train` or another program. User functions and architectures
-from timm and torchvision are listed individually by name:
+A folder contains `00.safetensors`, `01.safetensors`, ..., written by `mola train` or another program. Architectures from timm and
+torchvision, and user functions, are listed individually by name:
 
 | name | network |
 |---|---|

@@ -223,7 +223,7 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method that has no valid record, or all methods if `fresh`; raise an `OptionError` that lists any failed methods.
+    """Run every method that has no valid record, or all methods if `fresh`; if any fail, raise an `OptionError` that lists them.
 
     Each record is computed by a single process of the team, so that results do not depend on the number of processes.
     """

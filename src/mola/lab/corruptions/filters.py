@@ -69,7 +69,7 @@ class Streams:
 
 
 Border = Literal["nearest", "reflect", "mirror"]
-"""Ways to extend pixels a b c d beyond their ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
+"""Ways to extend a row of pixels a b c d: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
 
 
 def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
 
 
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Add salt-and-pepper noise: set a given share of the values to 0 or 1, with equal probability."""
+    """Add salt-and-pepper noise: set each value to 0 or to 1, with a probability of `share` / 2 each."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
     # Each value has its own random number: below share / 2, the value becomes 0; from share / 2 to share, it becomes 1.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))

@@ -44,9 +44,9 @@ MOVES = (
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     """Return the edges of layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that are connected to one above `high`.
 
-    The layers are not smoothed beforehand. The direction of the gradient is rounded to a multiple of 45 degrees. Along this direction,
-    the value on a ridge is larger than the preceding value and at least as large as the following value. Along a diagonal, the value
-    on a ridge is larger than both.
+    The layers are not smoothed beforehand. The direction of the gradient is rounded to a multiple of 45 degrees. Along a row or
+    column, the value on a ridge is larger than the preceding value and at least as large as the following value. Along a diagonal, it
+    is larger than both neighbouring values.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
@@ -261,7 +261,7 @@ def _water(liquid: Bytes) -> Floats:
 
 
 def equalised(layers: Bytes) -> Bytes:
-    """Equalise the histogram of each layer (n, side, side): level v becomes 255 times the share of pixels whose value is at most v.
+    """Equalise the histogram of each layer (n, side, side): level v becomes 255 times the fraction of pixels at or below level v.
 
     Pixels at the lowest level of a layer are not counted and become 0. A layer with a single level is returned unchanged.
     """

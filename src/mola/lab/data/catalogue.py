@@ -88,7 +88,7 @@ def _idx(prefix: str) -> tuple[str, str]:
 
 
 def _mnist_like(title: str, pages: str, sums: str) -> Dataset:
-    # Return MNIST or a data set with the same file names, given its URLs and the checksums of its training and test files.
+    # Return the entry for a data set with MNIST's file names, given its URLs and the checksums of its training and test files.
     name, folder, md5 = title.lower(), title.replace("-", ""), iter(sums.split())
     splits = {}
     for split, prefix, count in (("train", "train", 60_000), ("test", "t10k", 10_000)):

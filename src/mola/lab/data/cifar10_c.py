@@ -33,7 +33,7 @@ ARCHIVE = Download(
 
 
 def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
-    """Return the folder in the data directory with the published files for all given corruptions, or None if there is none."""
+    """Find the folder in `root` that contains the published files for all given corruptions; return None if there is none."""
     names = [f"{name}.npy" for name in (*corruptions, "labels")]
     return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
 

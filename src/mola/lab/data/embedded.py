@@ -1,7 +1,7 @@
 """Data sets that require no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
-The digits are 1797 grey images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and value
-range, so neither property distinguishes them from digits.
+The digits are 1797 greyscale images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and
+value range, so neither property distinguishes them from digits.
 """
 
 from __future__ import annotations

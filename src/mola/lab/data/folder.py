@@ -170,7 +170,7 @@ def open_folder(
     Args:
         root: the folder.
         prepare: function that resizes images to a common size.
-        classes: names of all classes in the order of their numbers; required if some classes have no subfolder.
+        classes: names of all classes, in the order of the class numbers; required if some classes have no subfolder.
 
     Raises:
         DataError: the folder does not exist, contains no images, or has a subfolder whose name is not in `classes`.
@@ -207,7 +207,7 @@ def _decode(path: Path, prepare: Preparation) -> Tensor:
     try:
         with Image.open(path) as image:
             return prepare(image)
-    # Pillow's decoders raise any of these exceptions for truncated files and for files that are not images.
+    # Pillow's decoders may raise any of these exceptions for truncated files and for files that are not images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
@@ -256,5 +256,5 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
     raise DataError(
         f"{folder} has {len(present)} subfolders; expected one for each of ImageNet's {CLASSES} synsets, which determine the class "
         f"numbers. Add the missing subfolders, or create a file {SYNSETS} in {beside[0]} that lists all {CLASSES} names in "
-        f"the order of their numbers."
+        f"the order of the class numbers."
     )

@@ -66,7 +66,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bool = False) -> Images:
-    """Read grey images (n, 1, height, width) and their labels. EMNIST stores its images transposed, and its labels start at 1."""
+    """Read greyscale images (n, 1, height, width) and labels. EMNIST stores its images transposed, and its labels start at 1."""
     pixels, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(pixels) != len(labels):
         raise DataError(f"{paths[0]} contains {len(pixels)} images, but {paths[1]} contains {len(labels)} labels.")
@@ -84,7 +84,7 @@ def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
         if len(content) == 0 or len(content) % record:
             raise DataError(
                 f"{path} contains {len(content):,} bytes; expected a multiple of {record:,}: {label_bytes} label bytes and "
-                f"3 x {SIDE} x {SIDE} pixels for each image. {FETCH_AGAIN}"
+                f"3 x {SIDE} x {SIDE} pixel bytes for each image. {FETCH_AGAIN}"
             )
         rows.append(content.reshape(-1, record))
     joined = torch.from_numpy(np.concatenate(rows))

@@ -1,4 +1,4 @@
-"""Transformations of images: random flips and crops for training, rotations, and conversion of grey images to colour."""
+"""Transformations of images: random flips and crops for training, rotations, and conversion of greyscale images to colour."""
 
 from __future__ import annotations
 

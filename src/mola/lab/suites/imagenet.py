@@ -30,7 +30,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Share of the validation images used for tuning: 10,000 of 50,000 here, and 2000 of 10,000 in other suites."""
+"""Fraction of the validation images used for tuning (10,000 of 50,000), the same as in other suites (2000 of 10,000)."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {

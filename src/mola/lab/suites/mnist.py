@@ -1,4 +1,4 @@
-"""The MNIST suite: rotated digits, and outliers from other sets of 28 x 28 grey images."""
+"""The MNIST suite: rotated digits, and outliers from other sets of 28 x 28 greyscale images."""
 
 from __future__ import annotations
 

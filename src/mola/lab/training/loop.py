@@ -87,7 +87,7 @@ class TrainingCheckpoint:
                 tensor.copy_(kept[name])
         if schedule is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's warning that the schedule is stepped before the optimiser
+                warnings.simplefilter("ignore")  # torch warns if the schedule is stepped before the optimiser
                 for _ in range(document["steps"]):
                     schedule.step()
         state: dict[int, dict[str, Tensor]] = {}
@@ -173,7 +173,7 @@ def train_epoch(
             optimiser.zero_grad()
             loss, largest = loss_of(batch, place)
             losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):  # check before the step, which would corrupt the weights
+            if not math.isfinite(losses[-1]):  # stop before a step that would corrupt the weights
                 if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
                     raise DataError(
                         f"{place}: expected finite inputs, got NaN or infinite values. Remove or repair these inputs."

@@ -22,7 +22,7 @@ from mola.network import Batch, batch_count, batches, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-EPOCHS = 0  # identifies the seeds derived for epochs
+EPOCHS = 0  # tag of the seeds for epochs
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -61,10 +61,10 @@ def train_mimo(
             random state, as in a `DataLoader`. The same seed then gives the same network, even after interruptions.
         epochs: number of epochs.
         batch_repetition: number of times that each member receives each example of a batch in one step.
-        input_repetition: share of the rows in which all members receive the same example.
+        input_repetition: fraction of the rows in which all members receive the same example.
         optimiser: function that creates an optimiser for the given parameters; by default, the paper's optimiser for CIFAR-10. The
             learning rate falls to 0 along a half cosine, batch by batch.
-        seed: seed for the random orders, dropout and augmentation.
+        seed: seed for shuffling, dropout and augmentation.
         checkpoint: folder in which the state is saved after every epoch, so that interrupted training can be resumed.
         progress: show a progress bar on stderr if stderr is a terminal.
     """

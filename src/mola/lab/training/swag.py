@@ -83,7 +83,7 @@ def fit_swag(
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
         raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")
-    # The seed and the epoch's index determine the random state of each epoch, so interruptions do not change the result.
+    # Each epoch's random state depends only on the seed and the epoch's index, so interruptions do not change the result.
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     settings = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     identity = {

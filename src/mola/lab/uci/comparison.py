@@ -42,7 +42,7 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Reciprocal of the share of training rows that are held out."""
+"""Reciprocal of the fraction of training rows that are held out."""
 
 STRUCTURE = "kron-exact"
 """Structure of the curvature; this structure is exact for a single output with constant noise."""
@@ -53,7 +53,7 @@ RATES = (3e-2, 3e-3)
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
 METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
-"""Names of the methods, in the order of the tables."""
+"""Names of the methods, in the order in which tables list them."""
 
 GAP_METHODS = METHODS[:-1]
 

@@ -78,7 +78,7 @@ class UciSet:
         return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:
-        """Return a split whose test rows are those in the middle third of a feature's values (Foong et al., 2019)."""
+        """Return a split whose test rows are the middle third of the rows when sorted by a feature (Foong et al., 2019)."""
         order = self.inputs[:, feature].argsort(stable=True)
         third = len(order) // 3
         return self._divide(order[third : len(order) - third])
@@ -108,7 +108,7 @@ def read_uci(folder: str | Path, name: str) -> UciSet:
     files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
         raise DataError(
-            f"{place} contains no index_test_0.txt, which is the first published split. Copy the published files into this folder."
+            f"{place} contains no index_test_0.txt, which defines the first published split. Copy the published files to this folder."
         )
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
     inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
