@@ -20,8 +20,8 @@ unchanged. For a binary logit, the predicted label has probability :math:`\sigma
 bound for two classes, one of which has zero weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
-\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features; far from
-the data, both the bound and the limit are therefore 1/C. A temperature alone does not change the limit.
+\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least as fast as the squared norm of the
+features; far from the data, both the bound and the limit are therefore 1/C. A temperature alone does not change the limit.
 """
 
 from __future__ import annotations

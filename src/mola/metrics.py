@@ -141,7 +141,7 @@ def least_area_under_risk_coverage(count: int, wrong: int) -> float:
 
 
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that each tensor holds one score per input and no NaN, and return both in float64."""
+    """Check that both tensors hold one score per input and no NaN, and return them in float64."""
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(

@@ -158,7 +158,9 @@ class MoLA(Mixture):
     def why_no_distances(self) -> str:
         """Return a message that explains why there are no distances from the training data."""
         if self.components[0].layer is None:
-            return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
+            return (
+                "a plain ensemble provides no distances from the training data. Use mola.fit(networks, train_loader)."
+            )
         return "this posterior was fitted with distances=False. Fit again with distances=True to use distances."
 
     def __repr__(self) -> str:

@@ -239,7 +239,7 @@ class Prediction(_Fields):
         """Distance (n,) of the features from the training classes, relative to its median on the validation data.
 
         With several networks, this is the weighted geometric mean of their distances. Before tuning, it is relative to the root mean
-        square distance of the training data. The value is None if the posterior has no distances.
+        square distance of the training data. The value is None if the posterior provides no distances.
         """
         return self._read("distance")
 

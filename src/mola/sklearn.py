@@ -180,8 +180,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on
             held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
-        validation_fraction: share of each class set aside for the rule, with at least one row from each class that has two or more
-            rows. If `rule` is "evidence" or None, no rows are set aside.
+        validation_fraction: fraction of each class's rows to set aside for the rule; at least one row is set aside from each class
+            that has two or more. If `rule` is "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
@@ -291,7 +291,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; estimated if None.
-        validation_fraction: share of the rows set aside for the rule. If `rule` is "evidence" or None, no rows are set aside.
+        validation_fraction: fraction of the rows to set aside for the rule. If `rule` is "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:

@@ -28,15 +28,15 @@ DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest ratio between the entropy gains from two successive doublings of the number of draws. The ratio tends to 1/2 as the number
-of draws grows, and is larger if each draw is certain of a different class."""
+"""Upper bound on the ratio used to extrapolate the entropy gains from successive doublings of the number of draws. The ratio tends to
+1/2 as the number of draws grows, and is larger if each draw is certain of a different class."""
 
 NODES = 96
 """Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from
 the real line."""
 
 WIDE, FLAT = 9.0, 33.0
-"""The integrands vanish in float64 beyond this many standard deviations and beyond this absolute value of the logit."""
+"""In float64, the integrands vanish at logits more than WIDE standard deviations from the mean or above FLAT in absolute value."""
 
 
 def entropy(probs: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ class TestTheRule:
             network[0].weight.zero_()
             network[0].bias.fill_(1.0)
         posterior = mola.fit(network, 80 * blob_loader(), progress=False)
-        with pytest.warns(MolaWarning, match="identical"):
+        with pytest.warns(MolaWarning, match="do not vary within classes"):
             posterior = posterior.tune(blob_loader(1), rule="distance", progress=False)
         asked = torch.randn(4, 3)
         assert close(posterior(asked), posterior.with_distance_exponent(0.0)(asked))

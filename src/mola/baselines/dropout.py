@@ -68,7 +68,7 @@ class McDropout(Mixture):
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
+        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:

@@ -153,7 +153,7 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
+        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
         options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
@@ -284,7 +284,7 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
+        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:

@@ -44,7 +44,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
         labels: class indices (n,).
-        weights: weights (K,) of the members, which sum to 1; the default is 1 / K each.
+        weights: member weights (K,), which sum to 1; by default, each is 1 / K.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:

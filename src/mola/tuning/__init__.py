@@ -31,8 +31,8 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
     """Return the rule with the given name, the given rule object itself or, if `rule` is None, the likelihood's default rule.
 
-    Raise `OptionError` if the rule does not apply to the likelihood, if it needs validation data and none are given, or if it does not
-    use the data given.
+    Raise `OptionError` if the rule does not apply to the likelihood, if it needs validation data and none are given, or if validation
+    data are given that it does not use.
     """
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):

@@ -46,10 +46,10 @@ class Distance(Rule):
     far from the training classes.
 
     Args:
-        price: limit on the validation cost of dividing logits by the distance. By default, the mean confidence may fall to the paper's
-            threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number such as
-            0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per
-            output; the default is 0.01.
+        price: limit on what dividing the logits by the distance may cost on the validation data. By default, the mean confidence may
+            fall to the paper's threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With
+            a number such as 0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats
+            of log loss per output; the default is 0.01.
         rule: rule (a name or an object) that first chooses the prior precision and the temperature.
     """
 
@@ -196,7 +196,7 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
     if not all(one.known for one in distances):
         notes.append(
             warned(
-                "all training features of a network are identical, so its distances contain no information and are set to 1."
+                "the training features of at least one network do not vary within classes, so its distances are all set to 1."
             )
         )
     else:

@@ -27,15 +27,14 @@ LONG = 0.99
 """Feature norms up to this quantile of the validation data's norms count as typical."""
 
 COPIES = 0.1
-"""Lower bound on the median distance, relative to the training data's distance. A smaller median means that most validation data are
-copies of training data and do not represent new data."""
+"""Lower bound on the validation data's median distance, relative to the distance of the training data. A smaller median means that
+most validation data are copies of training data and do not represent new data."""
 
 FAR_OFF = 2.0
 """Root mean squared error, in standard deviations of the targets, above which the targets seem to be in the wrong units."""
 
 UNLIKE = 4.0
-"""Ratio of the feature norms of the validation data to those of the training data above which, or below whose inverse, the inputs
-seem to be preprocessed differently."""
+"""Validation and training data seem to be preprocessed differently if their feature norms differ by at least this factor."""
 
 TINY = 1e-300
 

@@ -105,7 +105,10 @@ def mean_scores(
 
 
 def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
-    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs (at least `least`)."""
+    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs.
+
+    The standard error returned is never below `least`.
+    """
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
     # The labels of one input are not independent, so the differences are first summed within each input.

@@ -29,7 +29,7 @@ class Tuning:
     distance_exponent: float = 0.0
     onset: float = 1.0
     noise_factors: tuple[float, ...] = ()
-    """Factor by which each component's noise is multiplied, if the rule chose the noise in regression."""
+    """Factor by which each component's noise is multiplied; empty unless a rule for regression chose the noise."""
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)

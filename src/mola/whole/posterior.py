@@ -118,8 +118,8 @@ class WholeMoLA(MoLA):
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def why_no_distances(self) -> str:
-        """Explain why this posterior has no distances."""
-        return "a posterior over whole networks has no distances from the training data. Use mola.fit, which computes distances."
+        """Explain why this posterior provides no distances."""
+        return "a posterior over whole networks provides no distances from the training data. Use mola.fit, which computes distances."
 
     # --- predict ----------------------------------------------------------------------------------------------------
 

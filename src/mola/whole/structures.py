@@ -6,10 +6,10 @@ with inputs a and gradients g at T positions by
 
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
-This approximation is exact for a single datum with T = 1. The exact matrix of all weights is the special case of a single layer whose
+This approximation is exact for a single datum with T = 1. The exact H over all weights is the special case of a single layer whose
 gradients are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without any layers. A
-`WholeCurvature` is an orthogonal basis of the weight space, with an eigenvalue h for each direction. With the Jacobians' coordinates z
-(n, C, D) in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
+`WholeCurvature` holds an orthogonal basis of the weight space and an eigenvalue h for each direction. With the Jacobians' coordinates
+z (n, C, D) in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
 """
 
 from __future__ import annotations
