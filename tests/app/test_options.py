@@ -80,7 +80,7 @@ def test_a_job_comes_back_from_its_file(desk, price):
     [
         ("[options", "not a valid TOML file"),
         ("command = 'fit'", r"\[options\]"),
-        ("command = 'predict'\n[options]", "a run file of `mola fit`"),
+        ("command = 'predict'\n[options]", "a run file for `mola fit`"),
         ("rul = 'nll'", "Did you mean 'rule'"),
         ("prior-precision = 'x'", "prior_precision must be a number"),
         ("rule = 3", "rule must be a string, got 3"),

@@ -204,7 +204,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(
-            f'{path} is not a run file of `mola {command}`: expected command = "{command}" and an [options] table.'
+            f'{path} is not a run file for `mola {command}`: expected command = "{command}" and an [options] table.'
         )
     known = {one.name: one for one in options_of(kind) if one.kept}
     values = {}
@@ -245,7 +245,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise `OptionError` before any work begins if a folder cannot be created or is a file."""
+    """Raise `OptionError` before any work begins if the path is a file or the folder cannot be created."""
     if path.is_file():
         raise OptionError(f"{path} is a file; expected a folder.")
     check_writable(path)
@@ -292,5 +292,5 @@ def _value(value: Any) -> str:
         return f"[{', '.join(parts)}]" if sum(map(len, parts)) < 90 else "[\n  " + ",\n  ".join(parts) + ",\n]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Strings, numbers and Booleans have the same form in JSON and TOML, except for the character U+007F.
+    # Strings, numbers and Booleans have the same form in JSON and TOML, except that TOML strings must escape U+007F.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

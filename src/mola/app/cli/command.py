@@ -69,8 +69,8 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # Return the name and annotation of each typer parameter. Every default is None, which distinguishes omitted flags from given
-    # ones.
+    # Return the name and annotation of each typer parameter. Every default is None, so that omitted flags can be
+    # distinguished from given ones.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),

@@ -146,7 +146,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
-            controls(explorer.subject),  # passed as `value`, not as a template, which gradio would evaluate
+            controls(explorer.subject),  # passed as `value`, because gradio would evaluate a template
             js_on_load=(ASSETS / "page.js").read_text(encoding="utf-8"),
             server_functions=[look],
             apply_default_css=False,

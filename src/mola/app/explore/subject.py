@@ -44,7 +44,7 @@ class Reference:
     """Size of the validation set."""
 
     def share_below(self, score: float) -> float:
-        """Return the fraction of validation inputs with a lower score."""
+        """Return the fraction of validation inputs whose scores are lower than `score`."""
         return float((self.scores < score).double().mean())
 
 
@@ -148,8 +148,8 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 
 
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
-    # The examples are evenly spaced, because the images in a folder are sorted by class. If the size of a set is unknown, its
-    # first inputs are used.
+    # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
+    # unknown, its first inputs are used.
     source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (

@@ -1,9 +1,9 @@
 """Require consent to run code named in a file, such as `package.module:function` in a posterior's document or a run file.
 
 The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run
-tests that a stranger put into the folder. Code named on the user's command line is not checked here. A file may name torchvision
-networks. It may also name modules in the current folder, but not modules that came with the file, such as `downloads.evil` in a
-downloaded folder. All other code needs `--trust`.
+tests that a stranger put into the current folder. Code named on the user's command line is not checked here. A file may name
+torchvision networks. It may also name modules in the current folder, but not modules that came with the file, such as
+`downloads.evil` in a downloaded folder. All other code needs `--trust`.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Columns:
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
         """Return the sum of each quantity, such as the confidence, over all inputs and positions.
 
-        If there are several labels or targets, their mean is summed.
+        If there are several labels or targets, each quantity is first averaged over them.
 
         The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of times
         that each class or label is predicted ("labels").

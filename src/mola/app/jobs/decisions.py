@@ -167,7 +167,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
-            f"the validation scores in {fitted.folder} are invalid: expected the means and variances of "
+            f"the validation predictions in {fitted.folder} are invalid: expected the means and variances of "
             f"{len(weights)} networks, and a target for each example. Fit again."
         )
     means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))

@@ -98,7 +98,7 @@ _Rows = Answer | RegressionAnswer
 
 @dataclass(frozen=True)
 class _Methods:
-    # All methods, derived from one posterior. The ensemble uses the posterior's weights.
+    # All methods, derived from one posterior. The ensemble uses the posterior's mixture weights.
     posterior: MoLA
     single: MoLA
     """The posterior of the first network alone, tuned with the same rule."""
@@ -301,7 +301,7 @@ def _tuned(
             first = None
             if held_out is not None and fitted.job.rule != "evidence":
                 first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
-            with noting():  # drop the warnings, because the report shows the notes from tuning
+            with noting():  # the report shows the notes from tuning instead of warnings
                 single = single.tune(first, rule=rule, progress=False, team=team)
     alone, remarks = _alone(posterior, held_out, team)
     methods = _Methods(posterior, single, alone, *_guarantees(fitted))

@@ -229,7 +229,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
-    # For regression without the posterior, the noise is chosen to minimise the loss on these data.
+    # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)

@@ -107,7 +107,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     if document is None:
         raise StorageError(
             f"{path} was saved from Python, not by `mola fit`, so the preparation of its inputs is unknown. Use mola.load(...) in "
-            f"Python, or fit with `mola fit`."
+            f"Python, or fit a new posterior with `mola fit`."
         )
     try:
         check(document, {"result": RESULT}, "job")

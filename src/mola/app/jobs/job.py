@@ -154,7 +154,7 @@ class Job:
     mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
     normalise: str | None = option(
         None,
-        "Normalisation: none (x / 255), cifar10 or imagenet; also --normalize",
+        "Normalisation: none (x / 255), cifar10 or imagenet; --normalize also works",
         panel=PREPARATION,
         metavar="NAME",
         flags=("--normalise", "--normalize"),
@@ -179,8 +179,8 @@ class Job:
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; with "
-        "loss, the log loss may rise to that of --rule threshold",
+        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; "
+        "'loss' limits the log loss to that of --rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,

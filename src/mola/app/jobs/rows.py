@@ -154,7 +154,7 @@ def as_loaded(rows: Rows) -> Any:
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Convert tensors to rows of the given floating-point type, omitting inputs that are not finite. Labels are not checked."""
+    """Convert tensors to rows of the given floating-point type, omitting inputs with non-finite values. Labels are not checked."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():

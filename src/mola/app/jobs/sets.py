@@ -5,7 +5,7 @@
 | a folder | images; its subfolders are the classes |
 | `file.png`, `file.jpg`, ... | one image, without a label |
 | `file.npz`, `file.npy` | arrays: `x` and `y`, or only inputs |
-| `file.csv` | a column of image paths, and a column of classes or, for multi-label and regression, a column of numbers per output |
+| `file.csv` | a column of image paths, and a column of classes or, for multi-label data and regression, a numeric column per output |
 | `mnist:test`, `digits:train`, ... | a built-in data set |
 | `package.module:function` | the iterable of batches that the function returns |
 """

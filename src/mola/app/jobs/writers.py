@@ -154,7 +154,7 @@ class TableWriter(Writer):
 
 
 class ArrayWriter(Writer):
-    """Writer for archives with an array for each field. Unusable inputs are stored as NaN, or as -1 in integer arrays.
+    """Writer for archives with an array for each field. For unusable inputs, values are NaN, or -1 in integer arrays.
 
     Fields are collected in temporary files, so that memory use does not grow with the data.
     """
