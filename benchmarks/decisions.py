@@ -179,7 +179,7 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
 
 
 def from_sentences(folder: Path) -> Ready:
-    """Train on CLINC150, with each request represented by the mean of its token vectors."""
+    """Train networks on CLINC150, with each request represented by the mean of its token vectors."""
     requests = load_clinc150(folder)
     parts: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
@@ -189,7 +189,7 @@ def from_sentences(folder: Path) -> Ready:
 
 
 def from_digits() -> Ready:
-    """Train on scikit-learn's digits, with noise added so that the networks make some errors."""
+    """Train networks on scikit-learn's digits, with noise added so that they make some errors."""
     from sklearn.datasets import load_digits
 
     pixels, labels = (torch.from_numpy(one) for one in load_digits(return_X_y=True))

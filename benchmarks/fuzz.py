@@ -2,8 +2,8 @@
 
     python benchmarks/fuzz.py [--calls 10000] [--seed 0] [--quick] [--case 1234]
 
-For each call, networks, data and options are drawn at random. The results are compared with `tests/reference/closed_form.py`,
-which uses NumPy in float64 and shares no code with the library.
+For each call, networks, data and options are drawn at random. The results are compared with those of
+`tests/reference/closed_form.py`, which uses NumPy in float64 and shares no code with the library.
 
 A call that fails has one of these outcomes:
   wrong     A result differs from the closed form by more than rounding can explain. To measure the effect of rounding, the
@@ -303,7 +303,9 @@ def run(seed: int) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; increases by 1 with each call")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first call; each later call uses the next integer"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} calls; write no file")
     parser.add_argument("--case", type=int, help="run one call and show its traceback")
     options = parser.parse_args()

@@ -43,8 +43,8 @@ CHUNK = 5000
 """Number of draws processed at once. Larger chunks would not fit in the processor's cache and would be several times slower."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Largest allowed difference, in standard errors. With thousands of comparisons in each run, about one run in a thousand exceeds
-this limit by chance."""
+"""Largest allowed difference, in standard errors. Each run makes thousands of comparisons, and in about one run in a thousand,
+a difference exceeds this limit by chance."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
 """Name, closed form, Monte Carlo estimate, its standard error, and whether the closed form is exact."""

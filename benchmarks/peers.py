@@ -1,4 +1,4 @@
-"""Check that mola agrees in float64 with laplace-torch, MAPIE and TorchCP on all quantities with the same definition.
+"""Check that mola agrees in float64 with laplace-torch, MAPIE and TorchCP on all quantities that they define in the same way.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
@@ -346,7 +346,8 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
     """Compute mola's randomised sets, using one minus MAPIE's random numbers.
 
-    MAPIE subtracts its random numbers and uses the same seed for calibration and prediction.
+    mola adds, and MAPIE subtracts, a random fraction of the last class's probability. MAPIE uses the same seed for calibration
+    and prediction.
     """
 
     def drawn(*shape: int, **_: Any) -> Tensor:

@@ -5,7 +5,7 @@
 
 `fit` and `tune` (with every rule) are compared with bare forward passes over the same batches, and `posterior(x)` is compared
 with `mola.ensemble`. The two sides of a comparison run alternately in one single-threaded process, and their CPU times are
-measured. `ratio` is the median, over repetitions, of the time of the tested call divided by that of the other. `added` is
+measured. `ratio` is the tested call's time divided by the time of the other side (median over repetitions). `added` is
 1 + (time outside the networks) / (time inside) in the tested call; for predictions, this value is divided by the ensemble's.
 Limits apply to `added` rather than `ratio`, because the times of two passes through the same network may differ by more than the
 overhead.

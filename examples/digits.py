@@ -103,9 +103,7 @@ def main() -> None:
     # The files are safetensors and JSON; pickle is not used. Loading checks that these networks are the ones that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
-    print(
-        f"\nWrote {folder}; the loaded posterior gives the same predictions: {torch.equal(loaded(test_images), mixture(test_images))}"
-    )
+    print(f"\nWrote {folder}; same predictions after loading: {torch.equal(loaded(test_images), mixture(test_images))}")
     draw(confidence, accuracy, auroc, options.output / "digits.png")
 
 

@@ -3,8 +3,8 @@
     python examples/hugging_face_text.py
 
 Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
-download), and fits a posterior to the dictionaries that the tokenizer returns. Then counts the alarms raised by messages about
-music and gardens. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+download), and fits a posterior, passing the tokenizer's dictionaries as inputs. Then counts the alarms raised by messages
+about music and gardens. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
 To use your own networks, replace everything above `mola.fit` with
 

@@ -62,7 +62,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Measure how often correct rows and rows with mistakes raise the alarm, averaged over several splits to reduce noise."""
+    """Print the shares of correct rows and of rows with mistakes that raise the alarm, averaged over several splits."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -80,7 +80,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
             confidence = model.predict_proba(some).max(1)
             found.setdefault(name, []).append((alarm.mean(), outside.mean(), confidence.mean()))
 
-    print(f"\n{len(test)} test wines, correct and with mistakes; mean over {SPLITS} splits:\n")
+    print(f"\n{len(test)} test rows, without and with mistakes; means over {SPLITS} splits:\n")
     print(f"{'':34}{'alarm by ood_score':>20}{'column out of range':>24}{'confidence':>13}")
     for name, splits in found.items():
         alarm, outside, confidence = np.mean(splits, axis=0)

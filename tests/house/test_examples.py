@@ -94,7 +94,7 @@ def test_digits(run, tmp_path):
     by_score, by_confidence = numbers(printed, "MoLA, ood_score"), numbers(printed, "MAP, 1 - confidence")
     assert by_score[0] == by_confidence[0] == 50  # upright digits against themselves
     assert all(ours > theirs for ours, theirs in zip(by_score[1:], by_confidence[1:], strict=True))
-    assert "gives the same predictions: True" in printed
+    assert "same predictions after loading: True" in printed
     assert (tmp_path / "example-results" / "digits-posterior" / "posterior.json").exists()
     assert drawn(tmp_path, "digits.png")
 

@@ -260,8 +260,8 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
             own.setdefault(name, []).append(method)
     listed = "; ".join(f"{name} for the following methods: {', '.join(methods)}" for name, methods in own.items())
     caption = (
-        f"AUROC in %, averaged over the outlier sets ({', '.join(one.title for one in sets)}). {runs_words(suite.runs)} Bold "
-        f"marks a score that is clearly best for a method. Higher scores indicate outliers."
+        f"AUROC in %, averaged over the following outlier sets: {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} "
+        f"Bold marks a score that is clearly best for a method. Higher scores indicate outliers."
         f"{f' The ood score is {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
@@ -295,13 +295,13 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         shown += sets
     counts = ", ".join(f"{one.count:,} from {one.title}" for one in shown)
     caption = (
-        f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
-        f"data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as the "
-        f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
-        f"and logits. The set-up differs from that of OpenOOD in several ways. The architecture is {suite.network}, not ResNet-18, "
-        f"and DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images "
-        f"({counts}) include none from Textures or Places365. TinyImageNet classes that also occur in CIFAR-10 (according to our "
-        f"own list) are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside "
+        f"In %. {runs_words(suite.runs)} Numbers are means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share "
+        f"of test data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as "
+        f"the positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from "
+        f"features and logits. The set-up differs from that of OpenOOD in several ways. The architecture is {suite.network}, not "
+        f"ResNet-18, and DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier "
+        f"images ({counts}) include none from Textures or Places365. TinyImageNet classes that also occur in CIFAR-10 (according to "
+        f"our own list) are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside "
         f"published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
