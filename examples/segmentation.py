@@ -32,7 +32,7 @@ RING = -100  # label that fit and tune ignore
 
 
 def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tensor]:
-    """Return pictures of shape (n, 3, H, W), with values from about 0 to 1, and the class of every pixel, of shape (n, H, W)."""
+    """Return pictures of shape (n, 3, H, W), with values from about 0 to 1, and class labels of shape (n, H, W)."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:

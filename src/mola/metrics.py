@@ -261,7 +261,7 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
     """Return the `tpr` quantile of the inliers' scores (n,), interpolated linearly."""
     if not 0 <= tpr <= 1:
-        raise OptionError(f"tpr must be between 0 and 1 (it is the share of inliers that pass), got {tpr!r}.")
+        raise OptionError(f"tpr, the share of inliers that pass, must be between 0 and 1; got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
     if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 * 100 is 56.99999999999999 in floating point
         position = round(position)

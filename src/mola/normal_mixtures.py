@@ -45,7 +45,7 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
-    """Return the probability (...) that a draw is less than or equal to `values`, whose shape must broadcast with (...)."""
+    """Return the probability that a draw is at most `values`, which must broadcast with the shape (...) of the result."""
     shares, means, deviations = _lifted(weights, means, variances)
     return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 

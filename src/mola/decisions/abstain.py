@@ -91,7 +91,7 @@ class AnswerThreshold(float):
         """
         if isinstance(prediction, Prediction) and self.score == "own":
             raise OptionError(
-                "this threshold was chosen for your own scores. Call it with scores (n,), not with a Prediction."
+                "this threshold was chosen for your own scores. Call it with scores of shape (n,), not with a Prediction."
             )
         values = torch.as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
         if values.ndim == 2 and self.score == "confidence":  # probabilities from any library

@@ -20,7 +20,7 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
 
     The guarantee holds on average over draws of the validation data, for any number n and any distribution of the scores.
     The rate of false alarms varies between validation sets, with a standard deviation of about sqrt(alpha (1 - alpha) / n), where
-    alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, the largest of n = 19 scores is
+    alpha is `false_alarm_rate`. The plain quantile of the scores gives no such guarantee: for example, the largest of n = 19 scores is
     exceeded by one in 20 new scores on average.
 
     The validation data must not have been used for training or early stopping. Tuning a `mola.MoLA` on the same data has a negligible

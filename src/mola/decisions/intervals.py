@@ -9,7 +9,7 @@ intervals.
 - "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, and the interval is :math:`m(x) \pm q\, \sigma(x)`.
 
 Here, l and u are the ends of the mixture's central interval at the same coverage, and m and :math:`\sigma` are the mixture's mean and
-standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and several modes,
+standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and multimodality,
 and add the same length to every interval. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
 (Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow intervals stay narrow. With `joint`,
 the score of a data point is its largest score over the D outputs, and the coverage holds for all of its targets at once.

@@ -16,7 +16,7 @@ and 1 (or equal to 1 without randomisation). The scores are
 
 *By class*: each class has its own q, computed from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`. The
 coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al., 2015). Each q is
-computed from fewer data, so sets are larger and vary more.
+computed from fewer examples, so sets are larger and vary more.
 
 *Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the requested coverage
 is lower than the accuracy, so some sets exclude even the most probable class. An empty set misses the true class; `at_least_one` adds

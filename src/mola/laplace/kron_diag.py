@@ -136,7 +136,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True)
 class KronDiagCurvature(FactoredCurvature):
-    """A factored curvature whose U, computed from the graph of A's degrees, is the sum of a diagonal and a rank-one matrix."""
+    """A factored curvature whose factor U, computed from the degrees of A, is a diagonal matrix plus a rank-one matrix."""
 
     total: float
     """Scale T of the edge weights `T q_i q_j`."""

@@ -38,7 +38,7 @@ Layer = nn.Linear | Convolution
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer of a network, represented as a matrix that acts on features that include the constant 1.
+    """The last linear layer of a network, represented as a matrix acting on features that include the constant 1.
 
     Args:
         name: dotted name of the layer in the network.

@@ -82,7 +82,7 @@ class FitCheckpoint:
             size = found.name.rpartition("-")[2]
             if size.isdigit() and int(size) != self.size:
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit with {size} processes, but this fit has "
+                    f"{self.folder} is a checkpoint from a fit with {size} processes, but this fit has "
                     f"{self.size}, so the data are split differently. Use {size} processes, or delete the folder to start again."
                 )
         if not (self.place / DOCUMENT).exists():
@@ -93,7 +93,7 @@ class FitCheckpoint:
             if first != second:
                 words = "network weights" if name == "networks" else f"{name} ({first} instead of {second})"
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit with different {words}. Pass the networks and options of that "
+                    f"{self.folder} is a checkpoint from a fit with different {words}. Pass the networks and options of that "
                     f"fit, or delete the folder to start again."
                 )
         foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]

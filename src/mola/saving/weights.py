@@ -195,7 +195,7 @@ def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _plain_names(names: Collection[str]) -> dict[str, str]:
-    # Map names without wrappers' prefixes to full names. If two names become equal, keep the prefixes.
+    # Map each name, stripped of wrapper prefixes, to its full name. If two names become equal, keep the prefixes.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for prefix in PREFIXES:
         if all(name.startswith(f"{prefix}.") for name in plain):

@@ -118,7 +118,7 @@ class Distance(Rule):
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
-        # Return the condition that the scores at an exponent must meet, a description of that condition, and notes.
+        # Return the condition under which an exponent is accepted, a description of that condition, and any notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
@@ -139,7 +139,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent up to which every exponent tried meets the limits (0 if none does), and all scores."""
+    """Return the largest exponent such that it and every smaller one tried meet the limits (or 0), together with all scores."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:

@@ -1,7 +1,7 @@
 """The explorer's page: a single gradio HTML component whose script calls `Explorer.look` whenever the user changes something.
 
-Plain requests are used instead of gradio's events, because gradio's queue loses an answer if a request arrives while the server
-is closing the answer stream.
+Plain requests are used instead of gradio's events, because gradio's queue loses a response if a request arrives while the server
+is closing the response stream.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
     first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
     examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
     return Subject(
-        title=f"handwritten digits, {SIDE} x {SIDE} pixels: {members} newly trained small networks",
+        title=f"handwritten digits, {SIDE} x {SIDE} pixels: {members} small, newly trained networks",
         posterior=posterior,
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,

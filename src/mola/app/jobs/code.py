@@ -61,7 +61,7 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
 
 
 def _file_here(module: str) -> Path | None:
-    # Return the file that contains a module, in the current folder or its subfolder src.
+    # Find the file that contains a module, in the current folder or its src subfolder.
     for root in (Path.cwd(), Path.cwd() / "src"):
         place = root.joinpath(*module.split("."))
         for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):

@@ -239,7 +239,7 @@ def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
         square = _side(found.get("crop_size"))
         crop = square[0] if isinstance(square, tuple) else square
     mean, std = _statistics(found, "image_mean", "image_std") if found.get("do_normalize", True) else ((0.0,), (1.0,))
-    # Rescale the statistics to match pixels from 0 to 1. The processor may scale bytes to another range before it normalises them.
+    # Rescale the statistics for pixel values in [0, 1]. The processor may scale bytes to another range before it normalises them.
     largest = 255 * (float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0)
     offset = 1.0 if found.get("rescale_offset", False) else 0.0
     mean, std = tuple((one + offset) / largest for one in mean), tuple(one / largest for one in std)

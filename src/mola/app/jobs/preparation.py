@@ -81,7 +81,7 @@ class Intake:
             if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or min(made.batch_size, made.workers) < 1:
                 raise ValueError(f"got dtype {made.dtype!r}, batch size {made.batch_size} and {made.workers} threads")
         except (TypeError, ValueError, OptionError) as error:
-            raise StorageError(f"the saved preparation of inputs is invalid: {error}") from error
+            raise StorageError(f"the saved input preprocessing is invalid: {error}") from error
         return made
 
 

@@ -58,7 +58,7 @@ def fit_swag(
         rank: maximum number of deviations to keep (the most recent ones, one per epoch); 0 gives the diagonal form.
         samples: number of draws.
         scale: factor by which the covariance is multiplied; by default, 0.5, or 1 for the diagonal form, as in the SWAG paper.
-        momentum: momentum of SGD, without Nesterov's modification.
+        momentum: momentum of SGD (without Nesterov acceleration).
         weight_decay: weight decay of SGD.
         seed: random seed for the SGD path and the draws.
         checkpoint: folder in which the state is saved after every epoch. An interrupted fit continues from this state and gives
