@@ -154,8 +154,8 @@ def fit(
         ignore_index: label that marks positions to ignore.
         team: processes that share the fit; see `mola.distributed.join`. Each process reads its own shard, and every process returns
             the posterior for the combined data.
-        checkpoint: folder in which intermediate sums are saved. If the fit is interrupted, repeating the call resumes from these
-            sums. The folder is removed when the fit is complete.
+        checkpoint: folder in which intermediate sums are saved. If the fit is interrupted, repeating the call resumes it from
+            these sums. The folder is removed when the fit is complete.
         checkpoint_every: number of batches between checkpoints.
         progress: whether to show a progress bar when stderr is a terminal.
 

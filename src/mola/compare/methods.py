@@ -131,8 +131,8 @@ class LastLayer:
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that the ensemble averages."""
     detectors: bool = False
-    """If True, predictions include all available outlier scores, even those computed from features and logits; otherwise, they include
-    only the score based on the largest probability."""
+    """If True, predictions include all available outlier scores, including those computed from features and logits; otherwise, they
+    include only the score based on the largest probability."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")

@@ -239,7 +239,7 @@ class Gaussian(RegressionLikelihood):
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return a tensor (4, D) of sums that determine the noise and the log-likelihood at any noise level.
+        """Return a (4, D) tensor of sums that determine the noise and the log-likelihood at any noise level.
 
         The rows are the sums of the squared residuals at unit noise, of the logarithms of the predicted variances, of the targets,
         and of the squared targets, all in the network's units.

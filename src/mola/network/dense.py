@@ -40,7 +40,10 @@ def check_positions(positions: Positions) -> Positions:
 
 @dataclass(frozen=True)
 class Layout:
-    """Order and sizes of the output axes. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
+    """Order and sizes of the output axes.
+
+    `inputs` is the number n of inputs, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1.
+    """
 
     inputs: int
     sizes: tuple[int, ...]

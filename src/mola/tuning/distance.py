@@ -139,7 +139,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent such that it and every smaller one tried meet the limits (or 0), together with all scores."""
+    """Return the largest exponent that, like all smaller candidates, meets the limits (0 if there is none), and all scores."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:

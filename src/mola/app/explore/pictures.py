@@ -111,7 +111,7 @@ class Sight:
     def read(self, text: str) -> Image.Image:
         """Decode a picture from the page (`data:image/png;base64,...`), and convert it to the size and mode of the network inputs."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
-            raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels, encoded as {PREFIX}...")
+            raise DataError(f"expected an image of at most {MAX_SIDE} x {MAX_SIDE} pixels, encoded as {PREFIX}...")
         try:
             image = Image.open(io.BytesIO(base64.b64decode(text.removeprefix(PREFIX), validate=True)), formats=["PNG"])
             if max(image.size) > MAX_SIDE:

@@ -80,7 +80,7 @@ class BenchOptions(Computing, Device):
     )
     image_size: int | None = option(None, "ImageNet: side length of the images in pixels", panel=DATA, minimum=8)
     cross_fit: bool = option(
-        False, "ImageNet without training images: use five folds of the validation images", panel=DATA
+        False, "Without ImageNet training images, use five folds of the validation images", panel=DATA
     )
     stream: bool = option(
         False, "Do not store training activations (saves disk space, but allows fewer ablations)", panel=DATA

@@ -154,7 +154,7 @@ class Job:
     mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
     normalise: str | None = option(
         None,
-        "Normalisation: none (x / 255), cifar10 or imagenet; --normalize also works",
+        "Normalisation: none (x / 255), cifar10 or imagenet (alias: --normalize)",
         panel=PREPARATION,
         metavar="NAME",
         flags=("--normalise", "--normalize"),

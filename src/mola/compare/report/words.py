@@ -116,7 +116,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         sentences.append(f"The 90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.")
     else:
         gap = 100 * (mine["confidence"] - mine["accuracy"])
-        # Standard error of the accuracy, assuming that it equals the mean confidence.
+        # Standard error of the accuracy if the true accuracy equals the mean confidence.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
         if abs(gap) > chance:
             sentences.append(
