@@ -32,8 +32,7 @@ from mola.options import is_real
 from mola.scaling import NO_COVARIANCE
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import paired, scores
-from mola.tuning.search import warned
-from mola.tuning.tuning import Rule, Tuning
+from mola.tuning.tuning import Rule, Tuning, warned
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA

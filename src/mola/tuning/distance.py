@@ -13,8 +13,8 @@ from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.rules import PLAIN_RULES, Threshold
 from mola.tuning.scores import mean_scores
-from mola.tuning.search import Scored, warned
-from mola.tuning.tuning import Rule, Tuning
+from mola.tuning.search import Scored
+from mola.tuning.tuning import Rule, Tuning, warned
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA

@@ -18,6 +18,7 @@ from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
 from mola.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
+from mola.tuning.tuning import warned
 
 POSITIONS_KEPT = 256
 """Number of positions drawn from each input if the outputs are dense. Neighbouring positions are similar, so more positions would add
@@ -174,12 +175,12 @@ class HeldOut:
         widest = max(ratios, key=lambda ratio: abs(math.log(ratio)))
         if 1 / UNLIKE < widest < UNLIKE:
             return ()
-        note = (
-            f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both are "
-            f"preprocessed in the same way."
+        return (
+            warned(
+                f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both are "
+                f"preprocessed in the same way."
+            ),
         )
-        warn(note)
-        return (note,)
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
         """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""

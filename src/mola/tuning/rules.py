@@ -25,9 +25,8 @@ from mola.tuning.search import (
     curve_of,
     maximise,
     points,
-    warned,
 )
-from mola.tuning.tuning import Rule, Tuning
+from mola.tuning.tuning import Rule, Tuning, warned
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from mola.errors import OptionError, warn
+from mola.errors import OptionError
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import mean_scores
+from mola.tuning.tuning import warned
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA
@@ -32,12 +33,6 @@ influence; above it, no covariance remains."""
 
 SAME = 1e-9
 """Relative difference up to which two scores are considered equal, to allow for rounding."""
-
-
-def warned(note: str) -> str:
-    """Issue a warning, and return its text for the notes of a `Tuning`."""
-    warn(note)
-    return note
 
 
 def points(share: float, digits: str = "g") -> str:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mola.errors import warn
+
 if TYPE_CHECKING:
     from mola.likelihoods import Likelihood
     from mola.posterior import MoLA
     from mola.tuning.held_out import HeldOut
+
+
+def warned(note: str) -> str:
+    """Issue a warning, and return its text for the notes of a `Tuning`."""
+    warn(note)
+    return note
 
 
 @dataclass(frozen=True)
