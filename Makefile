@@ -41,10 +41,10 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page in demo-results/
-	$(BIN)/mola demo --output demo-results
+	$(BIN)/molaplace demo --output demo-results
 
 explore: $(READY)  ## a local page: change a picture, watch the confidence; trains the digits demo first, in seconds
-	$(BIN)/mola explore
+	$(BIN)/molaplace explore
 
 # A file's tests stay on one worker, which makes their fixtures once; tests/conftest.py puts the longest files first. What Python
 # compiled is kept, also where a machine is set up not to: the tests start many processes, and each would compile the package anew.
@@ -103,7 +103,7 @@ check: $(READY)  ## format, lint, type-check, check which module imports which (
 # Each script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few minutes and
 # writes no file. DATA and NETWORKS are the folders of the data sets and of ResNet-20s for CIFAR-10.
 QUICK ?=
-bench: $(READY)  ## time and memory that mola adds to the networks' own passes; docs/speed.md says more
+bench: $(READY)  ## time and memory that molaplace adds to the networks' own passes; docs/speed.md says more
 	@failed=; $(BIN)/python benchmarks/speed.py $(QUICK) $(if $(DATA),--data $(DATA) --networks $(NETWORKS)) || failed=speed; \
 	$(BIN)/python benchmarks/memory.py $(QUICK) || failed="$$failed memory"; \
 	if [ -n "$$failed" ]; then echo "bars missed, or not measured: $$failed"; exit 1; fi

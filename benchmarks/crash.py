@@ -3,7 +3,7 @@
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
 Each of four tasks is killed many times: `save` (overwrites an older posterior), `fit` (writes a checkpoint after every batch),
-`bench` (runs `mola bench digits` on a small subset of the data) and `predict` (runs `mola predict` and overwrites an older
+`bench` (runs `molaplace bench digits` on a small subset of the data) and `predict` (runs `molaplace predict` and overwrites an older
 file). In half of the cases, SIGKILL is sent at a random time. In a quarter, the process is killed just before a file operation;
 in the remaining quarter, it is killed during a write, when the file reaches a random size.
 
@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from typer.testing import CliRunner
 
-import mola
-from mola.app.cli import app
-from mola.lab.models import build_network
-from mola.saving.weights import save_weights
+import molaplace as mola
+from molaplace.app.cli import app
+from molaplace.lab.models import build_network
+from molaplace.saving.weights import save_weights
 
 FAILURES = ("lost", "half-written", "differs")
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}

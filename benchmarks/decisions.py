@@ -3,7 +3,7 @@
     python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that `mola bench` stored (--cache)
+For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that `molaplace bench` stored (--cache)
 and tuned on the suite's validation set. The predictions for the test set are then split at random many times. In each split,
 one part is used for calibration, and the guarantees are measured on the other part. For CLINC150, small networks are trained on
 the mean of each request's token vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes
@@ -17,7 +17,7 @@ no file.
     high, partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the alarm rate at the threshold from `mola.alarm_threshold`.
-- `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
+- `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `molaplace fit`.
 - `shift`: thresholds set on test data and applied to shifted data and outliers, once to all inputs and once only to those
     without an alarm.
 
@@ -41,14 +41,14 @@ import torch
 from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor, nn
 
-import mola
-from mola.compare.activations_file import HeadOnly
-from mola.decisions.abstain import abstain_threshold
-from mola.decisions.calibration import Calibration
-from mola.decisions.sets import prediction_sets
-from mola.errors import DataError, MolaWarning
-from mola.lab.data.clinc150 import embed, load_clinc150
-from mola.lab.suite import DataOptions
+import molaplace as mola
+from molaplace.compare.activations_file import HeadOnly
+from molaplace.decisions.abstain import abstain_threshold
+from molaplace.decisions.calibration import Calibration
+from molaplace.decisions.sets import prediction_sets
+from molaplace.errors import DataError, MolaWarning
+from molaplace.lab.data.clinc150 import embed, load_clinc150
+from molaplace.lab.suite import DataOptions
 
 CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)

@@ -3,7 +3,7 @@
 The constants of the rule were chosen on the first two groups of five networks in the MNIST and CIFAR-10 suites, with each
 suite's own split of the test images into validation and test data. This script compares the rule with temperature-scaled
 ensembles, both on these groups and, with a different split, on the other groups. It varies the number of networks (1, 2, 3 or
-5) and the number of validation images (200, 500 or 2000). Activations are read from the cache of `mola bench` (`--cache`);
+5) and the number of validation images (200, 500 or 2000). Activations are read from the cache of `molaplace bench` (`--cache`);
 missing ones are computed. Writes `benchmarks/results/default_rule.json`.
 """
 
@@ -20,11 +20,11 @@ import torch
 from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor
 
-import mola
-from mola.baselines.temperature import fit_temperature
-from mola.lab.suite import DataOptions
-from mola.metrics import auroc, expected_calibration_error, negative_log_likelihood
-from mola.tuning import HeldOut
+import molaplace as mola
+from molaplace.baselines.temperature import fit_temperature
+from molaplace.lab.suite import DataOptions
+from molaplace.metrics import auroc, expected_calibration_error, negative_log_likelihood
+from molaplace.tuning import HeldOut
 
 GROUP, HALF, SEED = 5, 2, 7
 """Number of networks in a group, number of groups used to choose the rule, and seed of the split for the other groups."""

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-import mola
-from mola.errors import MolaError, MolaWarning
+import molaplace as mola
+from molaplace.errors import MolaError, MolaWarning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.reference import closed_form as dense

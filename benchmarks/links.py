@@ -29,10 +29,10 @@ import torch
 from suites import open_suite
 from torch import Tensor, nn
 
-import mola
-from mola import links, metrics
-from mola.lab.suite import DataOptions
-from mola.uncertainty import expected_sigmoid
+import molaplace as mola
+from molaplace import links, metrics
+from molaplace.lab.suite import DataOptions
+from molaplace.uncertainty import expected_sigmoid
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
     parser.add_argument("--network", type=int, default=0, help="index of the pretrained network (default 0)")
     options = parser.parse_args()
-    environment = record.environment("mola-torch")
+    environment = record.environment("molaplace")
     warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings about extended grids are expected
     if options.networks is not None:
         found = on_real_logits(read(options.data, options.networks, options.cache, options.network))

@@ -32,9 +32,9 @@ import record
 import torch
 from torch import Tensor, nn
 
-import mola
-from mola.laplace import Kron, Sums, as_structure
-from mola.likelihoods import Categorical
+import molaplace as mola
+from molaplace.laplace import Kron, Sums, as_structure
+from molaplace.likelihoods import Categorical
 
 INPUTS, BATCH = 784, 256
 CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
@@ -121,7 +121,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
     """Alternate between fits by both processes and fits by rank 0 alone, during which the other process waits."""
-    from mola.lab.models import lenet
+    from molaplace.lab.models import lenet
 
     torch.manual_seed(0)
     networks = [lenet().eval(), lenet().eval()]
@@ -211,7 +211,7 @@ def main() -> int:
     if options.worker is not None:
         worker(options.worker, options.quick)
         return 0
-    environment, rows = record.environment("mola-torch"), []
+    environment, rows = record.environment("molaplace"), []
     print(f"{'work':8} {'structure':10} {'P':>5} {'C':>5} {'N':>6} {'peak':>9} {'result':>9}   bar")
     for case in [CASES[place] for place in QUICK] if options.quick else CASES:
         *given, judged = case

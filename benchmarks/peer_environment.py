@@ -1,8 +1,8 @@
-"""Separate environments for the libraries that mola is compared with.
+"""Separate environments for the libraries that molaplace is compared with.
 
 laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. Each environment is
 created in the user's cache folder on first use. It contains the library without its declared dependencies, plus the packages
-needed to import the library. mola is imported from this repository, so that both libraries run in one process.
+needed to import the library. molaplace is imported from this repository, so that both libraries run in one process.
 """
 
 import json
@@ -24,7 +24,7 @@ class Packages:
 
     name: str
     peer: tuple[str, ...]
-    """Libraries to compare with mola, installed without their dependencies."""
+    """Libraries to compare with molaplace, installed without their dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
     """Packages installed without their dependencies, because those dependencies are never imported."""
@@ -44,7 +44,7 @@ CONFORMAL = Packages(
 
 
 def cache_folder(packages: Packages = LAPLACE_TORCH) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mola" / f"{packages.name}-venv"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "molaplace" / f"{packages.name}-venv"
 
 
 def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:

@@ -1,18 +1,18 @@
-"""Check that mola agrees in float64 with laplace-torch, MAPIE and TorchCP on all quantities that they define in the same way.
+"""Check that molaplace agrees in float64 with laplace-torch, MAPIE and TorchCP on all quantities that they define in the same way.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_environment.py). In both, mola runs in the same
+laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_environment.py). In both, molaplace runs in the same
 process as the libraries that it is compared with.
 
-For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, laplace-torch's `kron`
-equals mola's `kron-exact`. With a bias, the two differ, because laplace-torch puts the bias in a separate block. The Laplace
+For `full` and `diag`, laplace-torch defines the same posterior as molaplace. For a head without a bias, laplace-torch's `kron`
+equals molaplace's `kron-exact`. With a bias, the two differ, because laplace-torch puts the bias in a separate block. The Laplace
 bridges of the two libraries agree for all structures except `diag`, for which conditioning the logits on a sum of 0
-(laplace-torch) differs from projecting them (mola). The comparison uses laplace-torch's BackPACK backend. The default backend,
+(laplace-torch) differs from projecting them (molaplace). The comparison uses laplace-torch's BackPACK backend. The default backend,
 curvlinops, is reported separately, because it computes the `full` Hessian in float32 even for float64 networks.
 
 Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and
-class-conditional lac) must contain the same classes as mola's. Up to one set in a hundred may differ, because MAPIE adds
+class-conditional lac) must contain the same classes as molaplace's. Up to one set in a hundred may differ, because MAPIE adds
 classes whose scores exceed the threshold by no more than a rounding error. The other forms of aps, which MAPIE defines
 differently, are reported but not tested.
 
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mola
+import molaplace as mola
 
 TOLERANCE = 1e-8
 """Relative tolerance. At a prior precision of 1e-3, condition numbers of 1e6 leave about 10 correct digits in float64."""
@@ -63,7 +63,7 @@ def mlp(outputs: int, bias: bool) -> nn.Sequential:
 
 
 def lenet_with(outputs: int, bias: bool) -> nn.Sequential:
-    from mola.lab.models import lenet
+    from molaplace.lab.models import lenet
 
     network = lenet()
     network[-1] = nn.Linear(84, outputs, bias=bias)
@@ -94,7 +94,7 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 def bias_last(head: nn.Linear) -> Tensor:
-    """Return the position of each of mola's weights in laplace-torch's parameter vector (weights row by row, then biases)."""
+    """Return the position of each of molaplace's weights in laplace-torch's parameter vector (weights row by row, then biases)."""
     classes, features = head.weight.shape
     places = torch.arange(classes * features).view(classes, features)
     if head.bias is not None:
@@ -112,7 +112,7 @@ def weight_covariance(peer: Any) -> Tensor:
 def quantities(
     posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor, order: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each quantity's name, mola's value and laplace-torch's value."""
+    """Yield each quantity's name, molaplace's value and laplace-torch's value."""
     (component,), (precision,) = posterior.components, posterior.prior_precision
     curvature = component.layer.curvature
     outputs, features = component.layer.weights.shape
@@ -155,7 +155,7 @@ def quantities(
 
 
 def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterator[tuple[str, float, float]]:
-    """Measure the slopes of laplace-torch's evidence at the optimum that mola's evidence rule finds.
+    """Measure the slopes of laplace-torch's evidence at the optimum that molaplace's evidence rule finds.
 
     Yields a name, the optimal prior precision, and the slope with respect to the log prior precision or the log noise. The
     slopes are fourth-order finite differences, because laplace-torch's `kron` determinant cannot be differentiated automatically
@@ -216,7 +216,7 @@ def compare(
 
 
 def laplace_torch() -> dict[str, Any]:
-    """Compare mola with laplace-torch, inside laplace-torch's environment."""
+    """Compare molaplace with laplace-torch, inside laplace-torch's environment."""
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     torch.manual_seed(0)
@@ -344,9 +344,9 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
-    """Compute mola's randomised sets, using one minus MAPIE's random numbers.
+    """Compute molaplace's randomised sets, using one minus MAPIE's random numbers.
 
-    mola adds, and MAPIE subtracts, a random fraction of the last class's probability. MAPIE uses the same seed for calibration
+    molaplace adds, and MAPIE subtracts, a random fraction of the last class's probability. MAPIE uses the same seed for calibration
     and prediction.
     """
 
@@ -370,7 +370,7 @@ class Ends:
 
 
 def intervals() -> dict[str, Any]:
-    """Compare mola with MAPIE on conformalised quantile regression with a symmetric correction."""
+    """Compare molaplace with MAPIE on conformalised quantile regression with a symmetric correction."""
     from mapie.regression import ConformalizedQuantileRegressor
     from sklearn.base import BaseEstimator, RegressorMixin
 
@@ -409,7 +409,7 @@ def intervals() -> dict[str, Any]:
 
 
 def conformal() -> dict[str, Any]:
-    """Compare mola with MAPIE and TorchCP, inside their environment."""
+    """Compare molaplace with MAPIE and TorchCP, inside their environment."""
     peer = torchcp()
     same: list[dict[str, Any]] = []
     different: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Measure the time that mola adds to the forward passes it needs.
+"""Measure the time that molaplace adds to the forward passes it needs.
 
     python benchmarks/speed.py [--quick] [--data DIR --networks DIR] [--only LeNet]
     python benchmarks/speed.py --peer [--venv DIR]
@@ -11,7 +11,7 @@ Limits apply to `added` rather than `ratio`, because the times of two passes thr
 overhead.
 
 With --data and --networks (folders), ResNet-20 is measured with trained weights and CIFAR-10 images. Otherwise, the weights and
-the images are random; the amount of arithmetic is the same. With --peer, mola is compared with laplace-torch on the same tasks,
+the images are random; the amount of arithmetic is the same. With --peer, molaplace is compared with laplace-torch on the same tasks,
 in a separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
@@ -36,7 +36,7 @@ import record
 import torch
 from torch import Tensor, nn
 
-import mola
+import molaplace as mola
 
 Loader = list[tuple[Tensor, Tensor]]
 Work = Callable[[], Any]
@@ -141,13 +141,13 @@ class Setting:
 
 
 def lenet() -> nn.Module:
-    from mola.lab.models import lenet
+    from molaplace.lab.models import lenet
 
     return lenet()
 
 
 def resnet20() -> nn.Module:
-    from mola.lab.models import resnet20
+    from molaplace.lab.models import resnet20
 
     return resnet20()
 
@@ -179,9 +179,9 @@ SETTINGS = (
 
 
 def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
-    from mola.lab.data.catalogue import load_images
-    from mola.lab.data.images import normalisation
-    from mola.saving.weights import load_weights
+    from molaplace.lab.data.catalogue import load_images
+    from molaplace.lab.data.images import normalisation
+    from molaplace.saving.weights import load_weights
 
     network = resnet20()
     load_weights(network, networks / "00.safetensors")
@@ -412,7 +412,7 @@ def against_laplace_torch(venv: Path, quick: bool) -> None:
     result = peer_environment.run(python, "speed.py", "--inside", *(["--quick"] if quick else []))
     for row in result["rows"]:
         print(
-            f"{row['work']:44} P={row['features']:<5} {row['peer']:22} mola {1e3 * row['seconds']:8.1f} ms   laplace-torch "
+            f"{row['work']:44} P={row['features']:<5} {row['peer']:22} molaplace {1e3 * row['seconds']:8.1f} ms   laplace-torch "
             f"{1e3 * row['peer_seconds']:8.0f} ms   {row['ratio']:7.1f} times"
         )
     if not quick:
@@ -467,7 +467,7 @@ def main() -> int:
         return 0
     if (options.data is None) != (options.networks is None):
         parser.error("--data (images) and --networks (weights of ResNet-20) must be passed together")
-    environment = record.environment("mola-torch")
+    environment = record.environment("molaplace")
     rows = []
     print(f"{'':32} {'work':5} {'kind':12} {'ratio':>7} {'added':>7} {'tested':>10}")
     for setting in SETTINGS:

@@ -1,13 +1,13 @@
-"""Read the features and logits that `mola bench` has cached for the networks and data sets of a suite."""
+"""Read the features and logits that `molaplace bench` has cached for the networks and data sets of a suite."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from mola.compare.activations_file import Stored
-from mola.lab.activations import Activations, Network, open_networks
-from mola.lab.suite import DataOptions, Source
-from mola.lab.suites.registry import find_suite
+from molaplace.compare.activations_file import Stored
+from molaplace.lab.activations import Activations, Network, open_networks
+from molaplace.lab.suite import DataOptions, Source
+from molaplace.lab.suites.registry import find_suite
 
 MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 
-from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
-from mola.compare.report.reading import SuiteResults, read_suites
-from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
-from mola.lab.uci import METHODS, as_good, gap_table, read_records, score_table
+from molaplace.compare.report.numbers import BY_CONFIDENCE, Numbers, On
+from molaplace.compare.report.reading import SuiteResults, read_suites
+from molaplace.compare.report.suite_tables import suite_tables
+from molaplace.compare.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
+from molaplace.lab.uci import METHODS, as_good, gap_table, read_records, score_table
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"
@@ -326,7 +326,7 @@ def _speed(name: str) -> str:
             ratio = f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]"
             rows.append([row["work"], f"P={row['features']}, C={row['classes']}", row["peer"], *times, ratio])
         return markdown_rows(
-            ["work", "size", "backend", "bare passes", "mola", "laplace-torch", "times [quartiles]"], rows, 3
+            ["work", "size", "backend", "bare passes", "molaplace", "laplace-torch", "times [quartiles]"], rows, 3
         )
     rows = []
     for one in ("speed", "memory", "speed_against_laplace_torch"):

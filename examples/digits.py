@@ -4,7 +4,7 @@
 
 Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), fits a posterior, and compares it with one network and
 the plain ensemble, on test digits and on digits rotated until they are unreadable. Takes about ten seconds. Needs `pip install
-'mola-torch[bench]'`.
+'molaplace[bench]'`.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mola
-from mola import metrics
-from mola.lab.data.transforms import rotate
+import molaplace as mola
+from molaplace import metrics
+from molaplace.lab.data.transforms import rotate
 
 NETWORKS = 5
 ANGLES = range(0, 181, 30)

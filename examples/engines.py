@@ -4,7 +4,7 @@
 
 Trains three small networks on handwritten digits and exports their posterior to an ONNX file. `BatchPredictor` maps a batch of
 rows to columns of predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, uses
-every installed engine. Needs `pip install 'mola-torch[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
+every installed engine. Needs `pip install 'molaplace[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
 and `pyspark` (which needs Java). Takes about ten seconds, plus ten seconds to start each engine.
 """
 
@@ -22,8 +22,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mola
-from mola.app.jobs.batches import BatchPredictor
+import molaplace as mola
+from molaplace.app.jobs.batches import BatchPredictor
 
 PACKAGES = {"dask": "dask", "ray": "ray", "spark": "pyspark"}
 COLUMNS = [f"pixel_{index}" for index in range(64)]

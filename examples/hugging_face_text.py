@@ -4,7 +4,7 @@
 
 Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
 download), and fits a posterior, passing the tokenizer's dictionaries as inputs. Then counts the alarms raised by messages
-about music and gardens. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+about music and gardens. Takes about twenty seconds. Needs `pip install 'molaplace[transformers]'`.
 
 To use your own networks, replace everything above `mola.fit` with
 
@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-import mola
+import molaplace as mola
 
 PATTERNS = [
     "{name} says there is {much} {thing} for the {place} {time}",
@@ -135,7 +135,7 @@ def main() -> None:
     tokenizer = make_tokenizer(train_texts)
     networks = [train(3 * options.seed + member, tokenizer, train_texts, train_labels) for member in range(3)]
 
-    # mola passes each batch to the networks unchanged and uses the .logits of their outputs.
+    # molaplace passes each batch to the networks unchanged and uses the .logits of their outputs.
     train_batches = list(batches(tokenizer, train_texts, train_labels))
     val_batches = list(batches(tokenizer, val_texts, val_labels))
     posterior = mola.fit(networks, train_batches, val_batches)

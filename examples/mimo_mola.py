@@ -5,7 +5,7 @@
 A MIMO network takes three digits at once and has a head for each digit. At test time, it is given the same digit three times, and its
 heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation to each head. This example
 compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
-'mola-torch[bench]'`.
+'molaplace[bench]'`.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-import mola
-from mola import metrics
-from mola.lab.data.embedded import natural_patches, uniform_noise
-from mola.lab.training import train_mimo
+import molaplace as mola
+from molaplace import metrics
+from molaplace.lab.data.embedded import natural_patches, uniform_noise
+from molaplace.lab.training import train_mimo
 
 MEMBERS = 3
 EPOCHS = 60

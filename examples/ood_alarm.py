@@ -4,7 +4,7 @@
 
 `prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns this score into an alarm whose false-alarm
 rate is, on average, at most 5 % (or 1 %). No outliers are needed to set the threshold. This example checks the false-alarm rate
-on new digits and counts the outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'mola-torch[bench]'`.
+on new digits and counts the outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'molaplace[bench]'`.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from scipy.stats import betabinom
 from sklearn.datasets import load_digits
 from torch import nn
 
-import mola
-from mola.lab.data.embedded import natural_patches, uniform_noise
-from mola.lab.data.transforms import rotate
+import molaplace as mola
+from molaplace.lab.data.embedded import natural_patches, uniform_noise
+from molaplace.lab.data.transforms import rotate
 
 NETWORKS = 5
 RATES = (0.01, 0.05, 0.10)

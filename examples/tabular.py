@@ -4,7 +4,7 @@
 
 `mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. This example compares
 `MolaClassifier`, logistic regression and `MLPClassifier` on chemical measurements of 178 wines, then makes predictions for rows
-that contain mistakes. Takes about ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
+that contain mistakes. Takes about ten seconds. Needs `pip install 'molaplace[sklearn]'`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-import mola
+import molaplace as mola
 
 SPLITS = 5
 

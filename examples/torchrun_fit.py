@@ -5,7 +5,7 @@
 
 Both commands give the same posterior. A Laplace approximation is computed from sums over the data, so each process can sum over its
 own part. To use several machines, pass `--nnodes` and `--rdzv-endpoint` to torchrun. Takes about ten seconds. Needs `pip
-install 'mola-torch[bench]'`.
+install 'molaplace[bench]'`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mola
+import molaplace as mola
 
 NETWORKS = 3
 
@@ -45,7 +45,7 @@ def main() -> None:
 
     with mola.distributed.join() as team:  # the processes that torchrun started, or this process alone
         # Every process needs the same networks. Normally, you would load their weights from files; here, equal seeds give
-        # equal networks in every process. mola compares checksums and rejects networks that differ.
+        # equal networks in every process. molaplace compares checksums and rejects networks that differ.
         networks = [train(seed, *train_set.tensors) for seed in range(NETWORKS)]
 
         # Each datum goes to exactly one process. All processes then fit, tune and predict together.

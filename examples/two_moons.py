@@ -3,7 +3,7 @@
     python examples/two_moons.py
 
 Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane. Prints a
-table and draws a confidence map for each method. Takes about five seconds. Needs `pip install 'mola-torch[bench]'`.
+table and draws a confidence map for each method. Takes about five seconds. Needs `pip install 'molaplace[bench]'`.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import make_moons
 from torch import nn
 
-import mola
+import molaplace as mola
 
 NETWORKS = 5
 REACH = 8.0  # half the side length of the maps; the data lie within a radius of 2

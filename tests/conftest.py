@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tests")
 
 
-SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+SHARED = Path(os.environ.get("MOLAPLACE_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 """Folder of real data sets and networks."""
 
 
@@ -85,7 +85,7 @@ def pytest_collection_finish() -> None:
 def require_shared(name: str) -> Path:
     """Return a file or folder of the real data; if it is missing, skip the test with a message, or fail in CI."""
     if not (SHARED / name).exists():
-        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds {name}."
+        message = f"NO REAL DATA at {SHARED}: set MOLAPLACE_TEST_DATA to the folder that holds {name}."
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
@@ -151,7 +151,7 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
 @pytest.fixture
 def _blank_figures(monkeypatch) -> None:
     """Leave the figures of reports empty. test_report.py, test_demo.py and test_cli_work.py draw them."""
-    from mola.compare.report import style, writing
+    from molaplace.compare.report import style, writing
 
     monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "", "", "<svg ></svg>\n", b""))
 

@@ -1,7 +1,7 @@
 """Start Python with torch already loaded: loading it takes most of the time of a test that starts a process.
 
 A fork server of `multiprocessing`, one for each test worker, has loaded only torch. Each process is a fork of it with its
-own folder, environment, arguments and streams; it imports `mola` itself and ends with an exit code or a signal. Tests of
+own folder, environment, arguments and streams; it imports `molaplace` itself and ends with an exit code or a signal. Tests of
 interpreter options, or of variables that torch reads on import, need a real process: `subprocess`.
 """
 

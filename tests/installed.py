@@ -33,13 +33,13 @@ SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M |
 IS_WHOLE = """
 import importlib.metadata, pathlib, sys
 
-import mola
+import molaplace as mola
 
 assert pathlib.Path(mola.__file__).is_relative_to(sys.prefix), mola.__file__
-assert mola.__version__ == importlib.metadata.version("mola-torch")
-for name in dir(mola):
+assert mola.__version__ == importlib.metadata.version("molaplace")
+for name in dir(molaplace):
     try:
-        getattr(mola, name)
+        getattr(molaplace, name)
     except mola.errors.MissingExtraError as error:
         assert "pip install" in str(error), name
 """
@@ -50,7 +50,7 @@ def say(words: str) -> None:
     print(f"{time.perf_counter() - STARTED:6.1f} s  {words}", flush=True)
 
 
-NOT_OURS = {"PYTHONPATH", "VIRTUAL_ENV", "MOLA_DATA", "PYTHONDONTWRITEBYTECODE"}
+NOT_OURS = {"PYTHONPATH", "VIRTUAL_ENV", "MOLAPLACE_DATA", "PYTHONDONTWRITEBYTECODE"}
 """Variables of another environment. With the last, every command would compile torch again."""
 
 
@@ -73,7 +73,7 @@ def check(holds: bool, otherwise: str) -> None:
 
 def tracked() -> dict[str, bytes]:
     """Every file of the package that git tracks: the exact contents of the wheel."""
-    listed = run("git", "ls-files", "-z", "--", "src/mola", cwd=ROOT).stdout.split("\0")
+    listed = run("git", "ls-files", "-z", "--", "src/molaplace", cwd=ROOT).stdout.split("\0")
     paths = [Path(line) for line in listed if line]
     return {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
 
@@ -81,7 +81,7 @@ def tracked() -> dict[str, bytes]:
 def packed(wheel: Path) -> dict[str, bytes]:
     """Every file of the package in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist() if name.startswith("mola/")}
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith("molaplace/")}
 
 
 def build(folder: Path) -> Path:
@@ -103,7 +103,7 @@ def build(folder: Path) -> Path:
         changed = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
         check(
             not missing and not strange and not changed,
-            f"the wheel ({source}) and the files that git tracks under src/mola differ.\n"
+            f"the wheel ({source}) and the files that git tracks under src/molaplace differ.\n"
             f"Missing from the wheel: {missing}\nIn the wheel alone: {strange}\nOf other contents: {changed}",
         )
         say(f"built ({source}): {len(found)} files, as in the sources")
@@ -126,10 +126,10 @@ class Environment:
     def python(self, code: str) -> str:
         return run(self.bin / "python", "-c", code, cwd=self.desk).stdout
 
-    def mola(self, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    def molaplace(self, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         started = time.perf_counter()
-        done = run(self.bin / "mola", *words, cwd=self.desk, code=code)
-        say(f"mola {' '.join(map(str, words))}   ({time.perf_counter() - started:.1f} s)")
+        done = run(self.bin / "molaplace", *words, cwd=self.desk, code=code)
+        say(f"molaplace {' '.join(map(str, words))}   ({time.perf_counter() - started:.1f} s)")
         return done
 
 
@@ -152,51 +152,51 @@ def try_bare(environment: Environment) -> None:
     """Without extras: check the dependencies, run the snippets, and check that a command names its extra."""
     wanted = (
         "import importlib.metadata as m, re; "
-        "print(*sorted(re.match(r'[\\w-]+', r)[0] for r in m.requires('mola-torch') if 'extra ==' not in r))"
+        "print(*sorted(re.match(r'[\\w-]+', r)[0] for r in m.requires('molaplace') if 'extra ==' not in r))"
     )
     needed = set(environment.python(wanted).split())
     check(needed == BARE, f"the package without extras needs {sorted(needed)}, expected {sorted(BARE)}.")
     environment.python(IS_WHOLE)
     environment.python(snippets())
-    told = environment.mola("info", "posterior", code=1).stderr
-    check("mola-torch[cli]" in told and "Traceback" not in told, f"a command without its extra says: {told}")
+    told = environment.molaplace("info", "posterior", code=1).stderr
+    check("molaplace[cli]" in told and "Traceback" not in told, f"a command without its extra says: {told}")
 
 
 def try_commands(environment: Environment) -> None:
     """With the extras: run the snippets and each command, and check the output."""
     environment.python(IS_WHOLE + snippets())
-    mola, desk = environment.mola, environment.desk
-    mola("demo", "--quiet")
+    molaplace, desk = environment.molaplace, environment.desk
+    molaplace("demo", "--quiet")
     check("MoLA" in (desk / "demo-results" / "index.html").read_text(encoding="utf-8"), "the demo's page lacks MoLA")
-    mola("bench", "digits", "--train", "--quiet")
-    mola("report", "--quiet")
+    molaplace("bench", "digits", "--train", "--quiet")
+    molaplace("report", "--quiet")
     check("digits" in (desk / "report" / "index.html").read_text(encoding="utf-8"), "the report's page lacks digits")
 
     networks = [path.relative_to(desk) for path in sorted((desk / "networks" / "digits").glob("*.safetensors"))]
-    check(len(networks) > 1, f"`mola bench digits --train` left {len(networks)} networks")
-    fitted = mola(
+    check(len(networks) > 1, f"`molaplace bench digits --train` left {len(networks)} networks")
+    fitted = molaplace(
         "fit", *networks, "--network", "mlp", "--train", "digits:train", "--val", "digits:val", "--json"
     ).stdout
-    check(isinstance(json.loads(fitted), dict), f"`mola fit --json` printed {fitted}")
+    check(isinstance(json.loads(fitted), dict), f"`molaplace fit --json` printed {fitted}")
     environment.python(
         "import numpy as n; n.savez('noise.npz', x=n.random.default_rng(0).random((200, 1, 8, 8), 'float32'))"
     )
-    mola("evaluate", "posterior", "--test", "digits:test", "--ood", "noise.npz", "--output", "evaluation")
+    molaplace("evaluate", "posterior", "--test", "digits:test", "--ood", "noise.npz", "--output", "evaluation")
     numbers = json.loads((desk / "evaluation" / "numbers.json").read_text(encoding="utf-8"))
     accuracy = numbers["methods"]["MoLA"]["labelled"]["digits:test"]["metrics"]["accuracy"]
     check(accuracy > 0.9, f"MoLA's accuracy on digits is {accuracy}")
     page = (desk / "evaluation" / "index.html").read_text(encoding="utf-8")
     check("noise" in page and "<style>" in page, "the evaluation's page lacks the outliers or its style")
-    mola("predict", "posterior", "digits:test", "--output", "predictions.csv")
+    molaplace("predict", "posterior", "digits:test", "--output", "predictions.csv")
     with (desk / "predictions.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     right = {row["name"] for row in rows if not row["error"] and 0 < float(row["confidence"]) <= 1}
     check(len(rows) > 100 and len(right) == len(rows), f"of {len(rows)} rows, {len(right)} hold a prediction")
-    check("kron" in mola("info", "posterior").stdout, "`mola info` does not name the structure")
+    check("kron" in molaplace("info", "posterior").stdout, "`molaplace info` does not name the structure")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="mola-wheel-") as name:
+    with tempfile.TemporaryDirectory(prefix="molaplace-wheel-") as name:
         folder = Path(name)
         wheel = build(folder)
         environment = Environment(folder)

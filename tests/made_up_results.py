@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mola.compare.record import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult, Record
-from mola.compare.store import Store
+from molaplace.compare.record import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult, Record
+from molaplace.compare.store import Store
 
 QUALITY = {"MAP": 0, "MAP-T": 1, "DE": 2, "DE-T": 3, "LLLA": 4, "MoLA": 6, "MoLA (distance)": 5}
 """A method is better by a fixed step for each of these."""
@@ -74,7 +74,7 @@ def record(suite: str, method: str, group: str, run: int, quality: float, levels
             name: Examples([0.99 - 0.1 * quality / 7] * 8, [index % 10 for index in range(8)])
             for name in ("test", f"shift {levels[-1]:g}", "kmnist")
         },
-        environment={"mola": "1.0", "torch": "2.6", "threads": 1},
+        environment={"molaplace": "1.0", "torch": "2.6", "threads": 1},
     )
 
 

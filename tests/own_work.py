@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mola.app.jobs.evaluate import EvaluateOptions
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import PosteriorFolder, open_posterior
-from mola.app.jobs.job import Job
-from mola.app.jobs.predict import PredictOptions
-from mola.lab.data.folder import Preparation
-from mola.lab.data.images import NORMALISATIONS
-from mola.saving.schema import sealed
-from mola.saving.weights import save_weights
+from molaplace.app.jobs.evaluate import EvaluateOptions
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.app.jobs.job import Job
+from molaplace.app.jobs.predict import PredictOptions
+from molaplace.lab.data.folder import Preparation
+from molaplace.lab.data.images import NORMALISATIONS
+from molaplace.saving.schema import sealed
+from molaplace.saving.weights import save_weights
 
 
 def with_job(folder: Path, text: str) -> Path:

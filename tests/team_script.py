@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import mola
-from mola.__main__ import main as mola_command
+import molaplace as mola
+from molaplace.__main__ import main as mola_command
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
 LINKS = (*CLOSED_FORM_LINKS, "mc")
@@ -193,7 +193,7 @@ def commands(folder):
     told = []
     for options in json.loads(Path("commands.json").read_text()):
         said, complained, codes = io.StringIO(), io.StringIO(), []
-        sys.argv = ["mola", *options]
+        sys.argv = ["molaplace", *options]
         with redirect_stdout(said), redirect_stderr(complained):
             try:
                 mola_command()

@@ -15,8 +15,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import mola
-from mola.lab.training import Labelled, Recipe, train_mlps
+import molaplace as mola
+from molaplace.lab.training import Labelled, Recipe, train_mlps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"

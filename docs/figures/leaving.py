@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits, load_sample_image
 from torch import Tensor, nn
 
-import mola
+import molaplace as mola
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = tuple(round(step / 16, 4) for step in range(17))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import mola
-from mola.compare.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
-from mola.lab.data.embedded import two_moons
-from mola.lab.training import mlp
+import molaplace as mola
+from molaplace.compare.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
+from molaplace.lab.data.embedded import two_moons
+from molaplace.lab.training import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-import mola
-from mola.compare.report.style import INK, Figure, as_png, canvas, colours, drawing
-from mola.errors import MolaWarning
-from mola.lab.data.embedded import two_moons
-from mola.lab.training import Labelled, Recipe, mlp, train_ensemble
-from mola.metrics import mean_confidence, negative_log_likelihood
+import molaplace as mola
+from molaplace.compare.report.style import INK, Figure, as_png, canvas, colours, drawing
+from molaplace.errors import MolaWarning
+from molaplace.lab.data.embedded import two_moons
+from molaplace.lab.training import Labelled, Recipe, mlp, train_ensemble
+from molaplace.metrics import mean_confidence, negative_log_likelihood
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150

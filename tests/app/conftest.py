@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mola.__main__ import main
+from molaplace.__main__ import main
 from tests.app.kinds import Kind, make_kind
 from tests.own_work import Desk, fit_at, make_desk
 
@@ -34,7 +34,7 @@ def mola_command(monkeypatch, capsys):
     """Run the command as a shell would: exit code, stdout and stderr."""
 
     def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
+        monkeypatch.setattr("sys.argv", ["molaplace", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             main()
         captured = capsys.readouterr()

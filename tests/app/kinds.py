@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from mola.app.cli import app
-from mola.app.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.app.cli import app
+from molaplace.app.jobs.folder import PosteriorFolder, open_posterior
 
 NAMES = {
     "classes": ("low", "middle", "high"),

@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 import torch
 
-import mola
-from mola.app.jobs.batches import BatchPredictor
+import molaplace as mola
+from molaplace.app.jobs.batches import BatchPredictor
 from tests.closeness import assert_close
 from tests.own_work import CLASSES
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-import mola
-from mola.app.cli import app
-from mola.app.cli.progress import showing_progress
+import molaplace as mola
+from molaplace.app.cli import app
+from molaplace.app.cli.progress import showing_progress
 from tests.forked_python import run_python
 
 
 def test_version():
     outcome = CliRunner().invoke(app, ["--version"])
-    assert (outcome.exit_code, outcome.stdout) == (0, f"mola {mola.__version__}\n")
+    assert (outcome.exit_code, outcome.stdout) == (0, f"molaplace {mola.__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_wrong_option_is_a_usage_error(arguments):
 def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     outcome = run_python(
         "-c",
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['mola', 'demo', '--output', {str(tmp_path)!r}]\n"
-        "from mola.__main__ import main; main()",
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['molaplace', 'demo', '--output', {str(tmp_path)!r}]\n"
+        "from molaplace.__main__ import main; main()",
     )
     assert outcome.returncode == 1
-    assert f"pip install 'mola-torch[{extra}]'" in outcome.stderr
+    assert f"pip install 'molaplace[{extra}]'" in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert list(tmp_path.glob("*.html")) == []
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mola.saving.schema import sealed
+from molaplace.saving.schema import sealed
 from tests.app.kinds import run
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
@@ -41,7 +41,7 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_pa
     assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
     strangers = {
         "saved swag": {"posterior.json": json.dumps(sealed(document | {"kind": "swag"}))},
-        "not written by mola": {"posterior.json": "{}"},
+        "not written by molaplace": {"posterior.json": "{}"},
         "contains other files (notes.txt) but no posterior": {"notes.txt": "mine"},
     }
     for index, (words, files) in enumerate(strangers.items()):
@@ -123,7 +123,7 @@ FIT = ("fit", "--network", "lenet", "--train", "train", "--rule", "evidence")
         ("unknown data", ["predict", "POSTERIOR", "nowhere"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("contains other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
-        ("contains no posterior. Pass a folder written by `mola fit", ["info", "train"]),
+        ("contains no posterior. Pass a folder written by `molaplace fit", ["info", "train"]),
         ("--crop must be", [*FIT, "--resize", "32x32", "--crop", "64"]),
         ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
         ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),
@@ -141,7 +141,7 @@ def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, a
     code, out, err = mola_command(*[str(posterior) if one == "POSTERIOR" else one for one in arguments])
     assert (code, out) == (1, "")
     (last,) = [line for line in err.splitlines() if " % " not in line]  # without the progress
-    assert last.startswith("mola: ")
+    assert last.startswith("molaplace: ")
     assert words in last
 
 
@@ -149,7 +149,7 @@ def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
     """One real process: what a shell and a scheduler see."""
     shutil.copytree(desk.root / "strange", tmp_path / "images")
     (tmp_path / "images" / "bad.png").touch()
-    command = [sys.executable, "-m", "mola", "predict", posterior, tmp_path / "images", "--threads", "1"]
+    command = [sys.executable, "-m", "molaplace", "predict", posterior, tmp_path / "images", "--threads", "1"]
     outcome = subprocess.run(
         [*command, "--output", tmp_path / "out.csv"], capture_output=True, text=True, check=False, cwd=desk.root
     )

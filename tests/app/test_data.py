@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mola.app.jobs.arrays import open_arrays
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import Own, open_set
-from mola.errors import DataError, OptionError
+from molaplace.app.jobs.arrays import open_arrays
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.preparation import Intake
+from molaplace.app.jobs.rows import Account, Loader
+from molaplace.app.jobs.sets import Own, open_set
+from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
 
@@ -218,7 +218,7 @@ def test_built_in_sets_by_name(monkeypatch):
         open_set("digits:vall", Intake(), labelled=True)
     with pytest.raises(DataError, match=r"digits:val contains inputs of shape \(1, 8, 8\); expected \(3, 6, 6\)"):
         list(open_set("digits:val", INTAKE, labelled=True).batches())
-    monkeypatch.delenv("MOLA_DATA", raising=False)
+    monkeypatch.delenv("MOLAPLACE_DATA", raising=False)
     with pytest.raises(DataError, match="no data directory"):
         open_set("mnist:test", Intake(), labelled=True)
 

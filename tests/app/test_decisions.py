@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import mola
-from mola.app.jobs.decisions import kept_calibration, make_decisions, saved_columns
-from mola.app.jobs.export import ExportOptions, run_export
-from mola.errors import StorageError
-from mola.saving.files import write_folder
-from mola.saving.posterior import pack
+import molaplace as mola
+from molaplace.app.jobs.decisions import kept_calibration, make_decisions, saved_columns
+from molaplace.app.jobs.export import ExportOptions, run_export
+from molaplace.errors import StorageError
+from molaplace.saving.files import write_folder
+from molaplace.saving.posterior import pack
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")

@@ -1,4 +1,4 @@
-"""`mola evaluate`: the numbers of a program on the same data, for every kind of outputs, and what the terminal shows."""
+"""`molaplace evaluate`: the numbers of a program on the same data, for every kind of outputs, and what the terminal shows."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import mola
-from mola import metrics
-from mola.app.cli import app
-from mola.app.jobs import evaluate
-from mola.app.jobs.decisions import alarm
-from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.preparation import Intake
-from mola.app.jobs.regression import networks_alone, noise_factors
-from mola.app.jobs.sets import open_set, overlap
-from mola.compare.report.words import evaluation_findings, method_words
-from mola.errors import MolaWarning
+import molaplace as mola
+from molaplace import metrics
+from molaplace.app.cli import app
+from molaplace.app.jobs import evaluate
+from molaplace.app.jobs.decisions import alarm
+from molaplace.app.jobs.evaluate import run_evaluate
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.preparation import Intake
+from molaplace.app.jobs.regression import networks_alone, noise_factors
+from molaplace.app.jobs.sets import open_set, overlap
+from molaplace.compare.report.words import evaluation_findings, method_words
+from molaplace.errors import MolaWarning
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
 from tests.pages import Page
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA"]
 REGRESSION_METHODS = ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]

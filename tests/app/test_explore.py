@@ -23,22 +23,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-import mola
-from mola.__main__ import main
-from mola.app.explore import ExploreOptions
-from mola.app.explore.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
-from mola.app.explore.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.preparation import Intake
-from mola.app.options import to_toml
-from mola.errors import DataError, OptionError
-from mola.lab.data.images import NORMALISATIONS
+import molaplace as mola
+from molaplace.__main__ import main
+from molaplace.app.explore import ExploreOptions
+from molaplace.app.explore.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
+from molaplace.app.explore.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.preparation import Intake
+from molaplace.app.options import to_toml
+from molaplace.errors import DataError, OptionError
+from molaplace.lab.data.images import NORMALISATIONS
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, with_job
 from tests.pages import Page
 
-pytest.importorskip("gradio", reason="NO GRADIO: pip install 'mola-torch[explore]' to test the explorer.")
-from mola.app.explore.page import METHODS, Explorer, controls
+pytest.importorskip("gradio", reason="NO GRADIO: pip install 'molaplace[explore]' to test the explorer.")
+from molaplace.app.explore.page import METHODS, Explorer, controls
 
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""
@@ -127,7 +127,7 @@ def test_pictures_reach_the_networks_as_the_training_data_did(shape):
 
 @pytest.mark.parametrize("wrong", [(8,), (2, 8, 8), (1, 8, 2000)])
 def test_inputs_that_are_no_pictures_are_refused(wrong):
-    with pytest.raises(OptionError, match="mola predict"):
+    with pytest.raises(OptionError, match="molaplace predict"):
         Sight(wrong, Intake())
 
 
@@ -220,9 +220,9 @@ def test_a_strangers_folder_runs_no_code(fitted, tmp_path):
 
 @contextmanager
 def serving(folder, root):
-    """`mola explore` in a process of its own: its address; at the end, Ctrl-C must stop it quietly."""
+    """`molaplace explore` in a process of its own: its address; at the end, Ctrl-C must stop it quietly."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-u", "-m", "mola", "explore", str(folder), "--no-browser", "--threads", "1"]
+    command = [sys.executable, "-u", "-m", "molaplace", "explore", str(folder), "--no-browser", "--threads", "1"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -258,7 +258,7 @@ def test_only_this_machine_reaches_the_server(address):
 
 
 def run(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["mola", "explore", *arguments])
+    monkeypatch.setattr("sys.argv", ["molaplace", "explore", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
     return stop.value.code
@@ -275,5 +275,5 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
         ):
             assert run(monkeypatch, *arguments) == 1
             error = capsys.readouterr().err.splitlines()[-1]
-            assert error.startswith("mola: ")
+            assert error.startswith("molaplace: ")
             assert words in error

@@ -1,4 +1,4 @@
-"""`mola export`: from a folder that `mola fit` wrote to a file that gives the same predictions."""
+"""`molaplace export`: from a folder that `molaplace fit` wrote to a file that gives the same predictions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import mola
-from mola.app.cli import app
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.job import Job
-from mola.errors import OptionError, StorageError
+import molaplace as mola
+from molaplace.app.cli import app
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.job import Job
+from molaplace.errors import OptionError, StorageError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, make_desk
 

@@ -1,4 +1,4 @@
-"""`mola fit` of multi-label, regression and dense networks: what the folder holds, labels in a CSV, and options that do not apply."""
+"""`molaplace fit` of multi-label, regression and dense networks: what the folder holds, labels in a CSV, and options that do not apply."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-import mola
-from mola.app.explore import ExploreOptions
-from mola.app.explore.subject import open_subject
-from mola.app.jobs.folder import open_posterior
-from mola.errors import OptionError
+import molaplace as mola
+from molaplace.app.explore import ExploreOptions
+from molaplace.app.explore.subject import open_subject
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.errors import OptionError
 from tests.app.kinds import LOCATION, OPTIONS, SCALE, run
 from tests.closeness import assert_close
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 LEFT_OUT = 3
 

@@ -1,7 +1,7 @@
 """Classifiers of Hugging Face's transformers as they are: tiny, with random weights, made offline.
 
 The judge is a plain linear layer on features that transformers itself gives out (its pooled or hidden states), so that nothing
-of mola's watching is in it.
+of molaplace's watching is in it.
 """
 
 import copy
@@ -13,12 +13,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-import mola
-from mola.errors import DataError
+import molaplace as mola
+from molaplace.errors import DataError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")]
 
 
 def require(package):

@@ -1,4 +1,4 @@
-"""Jobs: what `mola fit`, `predict` and `evaluate` do is what a program would have done, and their files tell it again."""
+"""Jobs: what `molaplace fit`, `predict` and `evaluate` do is what a program would have done, and their files tell it again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-import mola
-from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior, read_information
-from mola.errors import DataError, OptionError, StorageError
+import molaplace as mola
+from molaplace.app.jobs.evaluate import run_evaluate
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior, read_information
+from molaplace.errors import DataError, OptionError, StorageError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, to_evaluate, with_job
 
@@ -59,7 +59,7 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
     ],
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
     chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior")["result"]
     data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
@@ -72,7 +72,7 @@ def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
         assert expected.distance_exponent > 0, "something is paid"
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
     exposed = run_fit(job_for(desk, rule="outliers", outliers="strange"), tmp_path / "a")["result"]
     strange = torch.stack(
@@ -140,7 +140,7 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
     again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
     assert run_evaluate(open_posterior(away / "bundle"), again).test.count
     with pytest.raises(
-        OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
+        OptionError, match=r"away/0\.safetensors do not exist.*molaplace fit --config .*plain/job\.toml --bundle"
     ):
         open_posterior(away / "plain")
 

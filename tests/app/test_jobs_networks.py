@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.job import Job
-from mola.app.jobs.networks import build_networks, folder_hints
-from mola.app.jobs.preparation import Intake, make_intake
-from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
-from mola.lab.models import build_network
-from mola.saving.weights import save_weights
+import molaplace as mola
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.job import Job
+from molaplace.app.jobs.networks import build_networks, folder_hints
+from molaplace.app.jobs.preparation import Intake, make_intake
+from molaplace.errors import HeadError, MissingExtraError, OptionError, StorageError
+from molaplace.lab.models import build_network
+from molaplace.saving.weights import save_weights
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, build, job_for
 
@@ -113,7 +113,7 @@ def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     """timm itself needs torchvision: what is asked of it is tested on a stand-in."""
     monkeypatch.setitem(sys.modules, "timm", None)
     save_weights(build(), tmp_path / "small.safetensors")
-    with pytest.raises(MissingExtraError, match=r"timm:small needs timm.*mola-torch\[hub\]"):
+    with pytest.raises(MissingExtraError, match=r"timm:small needs timm.*molaplace\[hub\]"):
         build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
     asked = []
 
@@ -146,7 +146,7 @@ def hub_folder(folder: Path, architecture: str = "ViTForImageClassification", **
 
 def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"transformers.*mola-torch\[hub\]"):
+    with pytest.raises(MissingExtraError, match=r"transformers.*molaplace\[hub\]"):
         build_networks([str(hub_folder(tmp_path / "vit"))])
     with pytest.raises(OptionError, match="contains a ViTModel: expected a classifier"):
         build_networks([str(hub_folder(tmp_path / "bare", "ViTModel"))])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mola.app.cli.fit import FitOptions
-from mola.app.jobs.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
-from mola.app.jobs.predict import PredictOptions
-from mola.app.options import as_document, in_flags, options_of, read_toml, to_toml
-from mola.errors import OptionError
+from molaplace.app.cli.fit import FitOptions
+from molaplace.app.jobs.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
+from molaplace.app.jobs.predict import PredictOptions
+from molaplace.app.options import as_document, in_flags, options_of, read_toml, to_toml
+from molaplace.errors import OptionError
 from tests.app.kinds import run
 from tests.own_work import CLASSES, job_for
 
@@ -80,7 +80,7 @@ def test_a_job_comes_back_from_its_file(desk, price):
     [
         ("[options", "not a valid TOML file"),
         ("command = 'fit'", r"\[options\]"),
-        ("command = 'predict'\n[options]", "a run file for `mola fit`"),
+        ("command = 'predict'\n[options]", "a run file for `molaplace fit`"),
         ("rul = 'nll'", "Did you mean 'rule'"),
         ("prior-precision = 'x'", "prior_precision must be a number"),
         ("rule = 3", "rule must be a string, got 3"),

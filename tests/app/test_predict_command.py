@@ -1,4 +1,4 @@
-"""`mola predict`: the library's numbers under the library's names, for every kind of outputs, source and format."""
+"""`molaplace predict`: the library's numbers under the library's names, for every kind of outputs, source and format."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 import torch
 from PIL import Image
 
-import mola
-from mola.app.jobs.decisions import alarm, make_decisions
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.predict import run_predict, summary_sentence
-from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS
+import molaplace as mola
+from molaplace.app.jobs.decisions import alarm, make_decisions
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.predict import run_predict, summary_sentence
+from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.app.kinds import NAMES, draw, run
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_predict
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 LEFT_OUT, INTERRUPTED = 3, 130
 DIFFERENCES = ("epistemic", "aleatoric", "ood_score")

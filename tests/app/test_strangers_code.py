@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.networks import build_networks
-from mola.errors import OptionError, StorageError
-from mola.hub import FORMAT
-from mola.lab.imported import import_builder, import_function
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.networks import build_networks
+from molaplace.errors import OptionError, StorageError
+from molaplace.hub import FORMAT
+from molaplace.lab.imported import import_builder, import_function
 from tests.own_work import job_for, make_desk, with_job
 
 OWN_WORD_OR_TRUST = r"name it on the command line: --(network|val) \S+\. .*add --trust"
@@ -86,7 +86,7 @@ def place(bundle, tmp_path, monkeypatch):
 
 
 def opened(folder, option, **words):
-    """What `mola predict` does with the networks that a folder names, or `mola evaluate` with its validation data."""
+    """What `molaplace predict` does with the networks that a folder names, or `molaplace evaluate` with its validation data."""
     fitted = open_posterior(folder, **words)
     if option == "val":
         fitted.open_set(fitted.job.val, labelled=True)
@@ -194,7 +194,7 @@ def test_what_is_not_there_is_not_imported_in_parts(place):
 
 
 def test_a_folder_is_not_taken_for_a_package_that_is_imported_later(place, monkeypatch):
-    """`mola evaluate matplotlib/posterior` must not find matplotlib in the current folder."""
+    """`molaplace evaluate matplotlib/posterior` must not find matplotlib in the current folder."""
     path = [entry for entry in sys.path if entry not in ("", str(place.root))]
     monkeypatch.setattr(sys, "path", list(path))
     import_builder("torch.nn:Identity")()

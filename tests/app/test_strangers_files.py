@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.app.jobs.networks import build_networks
-from mola.errors import OptionError, StorageError
-from mola.lab.networks import timm_builder
-from mola.saving.weights import load_weights, read_state
+import molaplace as mola
+from molaplace.app.jobs.networks import build_networks
+from molaplace.errors import OptionError, StorageError
+from molaplace.lab.networks import timm_builder
+from molaplace.saving.weights import load_weights, read_state
 
 SCRIPT = "<script>alert(1)</script>"
 

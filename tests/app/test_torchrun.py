@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import mola
-from mola.app.cli import app
-from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.folder import open_posterior
+import molaplace as mola
+from molaplace.app.cli import app
+from molaplace.app.jobs.evaluate import run_evaluate
+from molaplace.app.jobs.folder import open_posterior
 from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.own_work import make_desk, to_evaluate
@@ -24,9 +24,9 @@ LIMIT = 300
 
 
 @pytest.mark.slow  # torchrun starts Python and torch three times; what processes do together is tested above, forked
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_the_command_under_torchrun(tmp_path, monkeypatch):
-    """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks.
+    """`torchrun -m molaplace fit`: pictures and arrays divided, one folder written, one process that speaks.
 
     The commands after it are given to processes that have met once: to start each with torchrun takes five times as long.
     """
@@ -36,7 +36,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--json"]
     options += ["--checkpoint", "kept", "--output"]
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mola"]
+    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "molaplace"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     single = CliRunner().invoke(app, [*options, "one"])
@@ -70,7 +70,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     check_evaluation(tmp_path, evaluated, alone)
     check_predictions(tmp_path, *predicted)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
-    assert "mola info runs in one process, but torchrun started 2" in wrong
+    assert "molaplace info runs in one process, but torchrun started 2" in wrong
     assert "train and bench can run in several processes" in wrong
 
 
@@ -85,7 +85,7 @@ def run_commands(commands, folder, **environment):
 
 
 def check_predictions(root, pictures, arrays):
-    """`torchrun -m mola predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
+    """`torchrun -m molaplace predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
     for given, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
         command = ["predict", "two", given, "--probabilities", "--json", "--output", f"one-{output}"]
         single = CliRunner().invoke(app, command)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.app.jobs.networks import build_networks
-from mola.errors import OptionError
-from mola.lab.data.images import NORMALISATIONS, normalisation
-from mola.lab.models import MODELS
-from mola.laplace import STRUCTURES, as_structure
-from mola.likelihoods import CATEGORICAL
-from mola.links import LINKS, as_link
-from mola.tuning import RULES, as_rule
-from mola.weights import check_weighting
+import molaplace as mola
+from molaplace.app.jobs.networks import build_networks
+from molaplace.errors import OptionError
+from molaplace.lab.data.images import NORMALISATIONS, normalisation
+from molaplace.lab.models import MODELS
+from molaplace.laplace import STRUCTURES, as_structure
+from molaplace.likelihoods import CATEGORICAL
+from molaplace.links import LINKS, as_link
+from molaplace.tuning import RULES, as_rule
+from molaplace.weights import check_weighting
 
 TAKERS = {
     "structure": (STRUCTURES, as_structure),

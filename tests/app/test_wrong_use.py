@@ -10,7 +10,7 @@ import torch
 
 from tests.app.kinds import run
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 CODE = """
 from torch import nn

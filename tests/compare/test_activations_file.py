@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mola.compare.activations_file import Stored, TensorFile, write_rows
-from mola.errors import DataError, StorageError
+from molaplace.compare.activations_file import Stored, TensorFile, write_rows
+from molaplace.errors import DataError, StorageError
 
 
 def tensors(count=2500, width=3, classes=4, seed=0):

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from mola import metrics
-from mola.compare.answers import SCORES, Answer, outlier_scores
-from mola.compare.leads import lead
-from mola.compare.report.estimate import Estimate, is_clear, leaders
-from mola.compare.results import labelled_result, outlier_result
-from mola.measurement import area_between, mean_of
-from mola.tally import Tally
+from molaplace import metrics
+from molaplace.compare.answers import SCORES, Answer, outlier_scores
+from molaplace.compare.leads import lead
+from molaplace.compare.report.estimate import Estimate, is_clear, leaders
+from molaplace.compare.results import labelled_result, outlier_result
+from molaplace.measurement import area_between, mean_of
+from molaplace.tally import Tally
 from tests.closeness import assert_close
 
 

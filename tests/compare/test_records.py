@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mola.__main__ import main
-from mola.compare.record import Record
-from mola.compare.report.page import SuiteReport, suites_page
-from mola.compare.report.reading import read_suites
-from mola.compare.report.suite_tables import suite_tables
-from mola.errors import StorageError
+from molaplace.__main__ import main
+from molaplace.compare.record import Record
+from molaplace.compare.report.page import SuiteReport, suites_page
+from molaplace.compare.report.reading import read_suites
+from molaplace.compare.report.suite_tables import suite_tables
+from molaplace.errors import StorageError
 from tests.made_up_results import QUALITY, make_store, record
 
 
@@ -76,7 +76,7 @@ def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
     with pytest.raises(StorageError, match=f"none of the {len(paths)} records"):
         read_suites(tmp_path)
     output = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["mola", "report", "--results", str(tmp_path), "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["molaplace", "report", "--results", str(tmp_path), "--output", str(output)])
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as ended:
         main()

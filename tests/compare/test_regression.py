@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from mola.compare.answers import Answer
-from mola.compare.regression import LEVELS, NOMINAL, RegressionAnswer
-from mola.compare.results import differences, labelled_result, measured, outlier_leads, outlier_result
-from mola.likelihoods import BERNOULLI
-from mola.prediction import RegressionPrediction
-from mola.tally import Tally
+from molaplace.compare.answers import Answer
+from molaplace.compare.regression import LEVELS, NOMINAL, RegressionAnswer
+from molaplace.compare.results import differences, labelled_result, measured, outlier_leads, outlier_result
+from molaplace.likelihoods import BERNOULLI
+from molaplace.prediction import RegressionPrediction
+from molaplace.tally import Tally
 
 
 def said(count, outputs=2, components=3, seed=0, wide=1.0):

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mola.__main__ import main
-from mola.compare.leads import Lead
-from mola.compare.record import Comparison, SetInfo
-from mola.compare.report import paper_numbers
-from mola.compare.report.figures import suite_figures
-from mola.compare.report.page import SuiteReport, evaluation_page, suites_page
-from mola.compare.report.reading import read_suites
-from mola.compare.report.single_run_tables import evaluation_tables
-from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import (
+from molaplace.__main__ import main
+from molaplace.compare.leads import Lead
+from molaplace.compare.record import Comparison, SetInfo
+from molaplace.compare.report import paper_numbers
+from molaplace.compare.report.figures import suite_figures
+from molaplace.compare.report.page import SuiteReport, evaluation_page, suites_page
+from molaplace.compare.report.reading import read_suites
+from molaplace.compare.report.single_run_tables import evaluation_tables
+from molaplace.compare.report.suite_tables import suite_tables
+from molaplace.compare.report.tables import (
     MISSING,
     Column,
     as_latex,
@@ -30,10 +30,10 @@ from mola.compare.report.tables import (
     make_table,
     print_table,
 )
-from mola.compare.report.words import suite_findings
-from mola.compare.report.writing import write_report
-from mola.compare.store import Store
-from mola.errors import OptionError
+from molaplace.compare.report.words import suite_findings
+from molaplace.compare.report.writing import write_report
+from molaplace.compare.store import Store
+from molaplace.errors import OptionError
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 from tests.pages import Page
 
@@ -266,7 +266,9 @@ def test_findings_are_clear_differences(suite):
 def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     Store(results).path("mnist", "MoLA threshold", 2).write_text("{")
-    monkeypatch.setattr(sys, "argv", ["mola", "report", "mnist", "--results", str(results), "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["molaplace", "report", "mnist", "--results", str(results), "--output", str(tmp_path)]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code in (0, None)
@@ -315,7 +317,7 @@ def one_run() -> Comparison:
         },
         differences={"MAP": {"nll": (0.04, 0.003)}, "DE": {"nll": (0.02, 0.003)}},
         notes=("<script>alert(1)</script>",),
-        made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"mola": "1.0"}},
+        made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"molaplace": "1.0"}},
     )
 
 
@@ -336,5 +338,5 @@ def test_the_page_of_one_run_escapes_every_name():
     text = evaluation_page(run, [])
     assert "in 3 seconds," in text
     assert {"script", "i", "q", "u"}.isdisjoint(Page(text).tags)
-    for words in ("&lt;i&gt;test", "Outliers: &lt;q&gt;&amp;.npz", "&lt;u&gt;</th>", "mola evaluate &lt;p&gt;"):
+    for words in ("&lt;i&gt;test", "Outliers: &lt;q&gt;&amp;.npz", "&lt;u&gt;</th>", "molaplace evaluate &lt;p&gt;"):
         assert words in text

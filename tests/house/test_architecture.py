@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mola
+import molaplace as mola
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "mola"
+PACKAGE = ROOT / "src" / "molaplace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = ("compare", "lab", "app", "__main__")
-"""Above the library: `import mola` loads none of them."""
+"""Above the library: `import molaplace` loads none of them."""
 
 
 def test_no_grab_bags():
@@ -46,14 +46,14 @@ HEAVY = {
 
 
 def test_importing_mola_costs_little_more_than_torch():
-    """Counted in modules, not in seconds: `import mola` loads no third-party module beyond torch and the core dependencies."""
+    """Counted in modules, not in seconds: `import molaplace` loads no third-party module beyond torch and the core dependencies."""
     code = (
-        "import sys, torch.distributed.nn, numpy.random, safetensors.torch, tqdm.auto; before = set(sys.modules); import mola; "
-        "print(' '.join(sorted(set(sys.modules) - before))); import mola.lab.models; print(' '.join(sys.modules))"
+        "import sys, torch.distributed.nn, numpy.random, safetensors.torch, tqdm.auto; before = set(sys.modules); import molaplace as mola; "
+        "print(' '.join(sorted(set(sys.modules) - before))); import molaplace.lab.models; print(' '.join(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     added, everything = (line.split() for line in said.splitlines())
-    assert [name for name in added if name.split(".")[0] != "mola"] == []
+    assert [name for name in added if name.split(".")[0] != "molaplace"] == []
     outer = tuple(f"mola.{floor}" for floor in FLOORS)
     assert [name for name in added if name.startswith(outer)] == [], "what only benchmarks need"
     assert len(added) < 130

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.__main__ import main
-from mola.lab.models import lenet
-from mola.saving.weights import save_weights
+import molaplace as mola
+from molaplace.__main__ import main
+from molaplace.lab.models import lenet
+from molaplace.saving.weights import save_weights
 from tests.own_work import make_desk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def run_command(line, monkeypatch):
     if words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
         return words
-    assert words[0] == "mola", line
+    assert words[0] == "molaplace", line
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code, line
@@ -94,7 +94,7 @@ def test_the_files_for_adding_things_exist():
     named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
     assert len(named) > 25
     for path, name in named:
-        found = [place for place in (ROOT / "src" / "mola" / path, ROOT / path) if place.exists()]
+        found = [place for place in (ROOT / "src" / "molaplace" / path, ROOT / path) if place.exists()]
         assert found, path
         if name:
             assert re.search(rf"^(?:class |def |){name}\b", found[0].read_text(encoding="utf-8"), re.M), (
@@ -103,10 +103,10 @@ def test_the_files_for_adding_things_exist():
 
 
 def commands():
-    """Every `mola` command of README and of the page on the commands, in order."""
+    """Every `molaplace` command of README and of the page on the commands, in order."""
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.M | re.S):
-        yield from (line for line in block.splitlines() if line.startswith("mola "))
+        yield from (line for line in block.splitlines() if line.startswith("molaplace "))
 
 
 def write_idx(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:
@@ -155,7 +155,7 @@ def prepare(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     prepare(tmp_path)

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import mola
+import molaplace as mola
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mola.app.cli import app
-from mola.compare.store import Store
-from mola.errors import DataError, OptionError
-from mola.lab.data.clinc150 import WIDTH, embed, load_clinc150
-from mola.lab.suite import DataOptions
-from mola.lab.suites.clinc import CLINC
+from molaplace.app.cli import app
+from molaplace.compare.store import Store
+from molaplace.errors import DataError, OptionError
+from molaplace.lab.data.clinc150 import WIDTH, embed, load_clinc150
+from molaplace.lab.suite import DataOptions
+from molaplace.lab.suites.clinc import CLINC
 from tests.closeness import assert_close
 
 WORDS = ["red", "blue", "east", "west", "pear", "cat", "dog", "sun", "sea", "ice", "ten", "six", "map"]
@@ -52,7 +52,7 @@ def data(tmp_path):
 
 
 @pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = CliRunner().invoke(

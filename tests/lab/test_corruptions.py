@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from mola.errors import DataError, OptionError
-from mola.lab.corruptions.catalogue import BY_NAME, CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
-from mola.lab.corruptions.filters import Streams
-from mola.lab.corruptions.weather import synthetic_frost
+from molaplace.errors import DataError, OptionError
+from molaplace.lab.corruptions.catalogue import BY_NAME, CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
+from molaplace.lab.corruptions.filters import Streams
+from molaplace.lab.corruptions.weather import synthetic_frost
 
 DETERMINISTIC = {
     *("defocus_blur", "zoom_blur", "gaussian_blur", "brightness", "contrast", "pixelate", "jpeg_compression"),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mola.errors import DataError, OptionError
-from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
-from mola.lab.data.cifar10_c import find_cifar10_c, load_cifar10_c, load_cifar10h
-from mola.lab.data.embedded import load_digits, natural_patches, uniform_noise
-from mola.lab.data.images import NORMALISATIONS, Images, normalisation, split_validation
-from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
+from molaplace.errors import DataError, OptionError
+from molaplace.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
+from molaplace.lab.data.cifar10_c import find_cifar10_c, load_cifar10_c, load_cifar10h
+from molaplace.lab.data.embedded import load_digits, natural_patches, uniform_noise
+from molaplace.lab.data.images import NORMALISATIONS, Images, normalisation, split_validation
+from molaplace.lab.data.transforms import flip_and_crop, in_colour, rotate
 from tests.closeness import assert_close
 
 MNIST_LIKE = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
@@ -233,14 +233,14 @@ def test_labels_out_of_range_are_refused(tmp_path, name, prefix, labels, words):
 
 
 def test_the_data_directory_is_given_or_taken_from_the_variable(tmp_path, monkeypatch):
-    monkeypatch.delenv("MOLA_DATA", raising=False)
-    with pytest.raises(DataError, match=r"--data DIR.*MOLA_DATA"):
+    monkeypatch.delenv("MOLAPLACE_DATA", raising=False)
+    with pytest.raises(DataError, match=r"--data DIR.*MOLAPLACE_DATA"):
         data_directory(None)
-    monkeypatch.setenv("MOLA_DATA", str(tmp_path))
+    monkeypatch.setenv("MOLAPLACE_DATA", str(tmp_path))
     assert data_directory(None) == tmp_path
     assert data_directory(tmp_path.parent) == tmp_path.parent
-    monkeypatch.setenv("MOLA_DATA", str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"none \(MOLA_DATA\) is not a folder"):
+    monkeypatch.setenv("MOLAPLACE_DATA", str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"none \(MOLAPLACE_DATA\) is not a folder"):
         load_images("mnist", "test")
 
 

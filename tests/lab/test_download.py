@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mola.errors import DataError
-from mola.lab.data import catalogue
-from mola.lab.data.catalogue import DATASETS, load_images
-from mola.lab.data.download import Download, fetch
+from molaplace.errors import DataError
+from molaplace.lab.data import catalogue
+from molaplace.lab.data.catalogue import DATASETS, load_images
+from molaplace.lab.data.download import Download, fetch
 from tests.lab.test_datasets import colour, grey, holds, idx, records
 
 pytest.importorskip("pooch")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-import mola
-from mola.lab.data.catalogue import load_images
-from mola.lab.data.folder import CENTRE_224, Preparation, imagenet_c_folder, open_folder, open_imagenet
-from mola.lab.data.images import NORMALISATIONS
+import molaplace as mola
+from molaplace.lab.data.catalogue import load_images
+from molaplace.lab.data.folder import CENTRE_224, Preparation, imagenet_c_folder, open_folder, open_imagenet
+from molaplace.lab.data.images import NORMALISATIONS
 
 RANDOM = np.random.default_rng(0)
 

@@ -12,17 +12,17 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-import mola
-from mola.app.cli import app
-from mola.compare.store import Store
-from mola.lab import activations as storing
-from mola.lab.activations import Activations
-from mola.lab.comparisons import methods_of
-from mola.lab.corruptions.catalogue import corrupt
-from mola.lab.networks import open_named
-from mola.lab.runner import Plan, run_suite
-from mola.lab.suite import DataOptions
-from mola.lab.suites.imagenet import IMAGENET
+import molaplace as mola
+from molaplace.app.cli import app
+from molaplace.compare.store import Store
+from molaplace.lab import activations as storing
+from molaplace.lab.activations import Activations
+from molaplace.lab.comparisons import methods_of
+from molaplace.lab.corruptions.catalogue import corrupt
+from molaplace.lab.networks import open_named
+from molaplace.lab.runner import Plan, run_suite
+from molaplace.lab.suite import DataOptions
+from molaplace.lab.suites.imagenet import IMAGENET
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
@@ -32,7 +32,7 @@ NETWORKS = """
 import torch
 from torch import nn
 
-import mola
+import molaplace as mola
 
 class Net(nn.Module):
     def __init__(self, size, width, seed, outputs=12, soft=False):
@@ -62,7 +62,7 @@ def soft():
     return mola.network.Resized(Net(8, 9, 3, soft=True), 8)
 """
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -198,8 +198,10 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mola.__main__ import main; main()"
-"""The `mola` command, with slices that a few images fill more than one of."""
+IN_SLICES = (
+    "import molaplace.lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
+)
+"""The `molaplace` command, with slices that a few images fill more than one of."""
 
 
 def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp_path):

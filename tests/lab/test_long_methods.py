@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-import mola
-from mola.baselines import MultiSwag, mimo_mola
-from mola.compare.store import Store
-from mola.errors import OptionError, StorageError
-from mola.lab.activations import Activations, open_networks
-from mola.lab.cost import measure_cost
-from mola.lab.long_methods import fit_mimo, fit_swag
-from mola.lab.networks import Training, find_networks, train_networks
-from mola.lab.runner import Plan, run_suite
-from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
-from mola.lab.training import member_seeds
-from mola.metrics import auroc, negative_log_likelihood
+import molaplace as mola
+from molaplace.baselines import MultiSwag, mimo_mola
+from molaplace.compare.store import Store
+from molaplace.errors import OptionError, StorageError
+from molaplace.lab.activations import Activations, open_networks
+from molaplace.lab.cost import measure_cost
+from molaplace.lab.long_methods import fit_mimo, fit_swag
+from molaplace.lab.networks import Training, find_networks, train_networks
+from molaplace.lab.runner import Plan, run_suite
+from molaplace.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
+from molaplace.lab.training import member_seeds
+from molaplace.metrics import auroc, negative_log_likelihood
 from tests.closeness import assert_close
 from tests.lab.test_runner import SUITE, build, sources
 
@@ -78,7 +78,7 @@ def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
     folder, records = finished
     for method in ("swag", "mimo"):
-        monkeypatch.setattr(f"mola.lab.training.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
+        monkeypatch.setattr(f"molaplace.lab.training.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
     again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
     for key, record in again.items():
         assert record.labelled == records[key].labelled
@@ -107,7 +107,7 @@ def test_damaged_predictions_are_named(plan, finished):
             path.write_bytes(content)
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     records = {record.method: record for record in run(replace(plan, runs=1, groups=("whole",)), tmp_path)}
     models = [network.load() for network in plan.members("whole", 0)]

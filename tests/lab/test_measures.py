@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from mola.compare.answers import Answer, outlier_scores
-from mola.lab.measures import best_threshold, human_labels, rank_correlation, rejection
-from mola.uncertainty import entropy
+from molaplace.compare.answers import Answer, outlier_scores
+from molaplace.lab.measures import best_threshold, human_labels, rank_correlation, rejection
+from molaplace.uncertainty import entropy
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
 

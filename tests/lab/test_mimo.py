@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.baselines import Mimo, mimo_mola
-from mola.errors import DataError, MolaWarning, OptionError, StorageError
-from mola.lab.training import Labelled, Shuffled, train_mimo
-from mola.lab.training.mimo import member_rows
-from mola.rules import Threshold
+import molaplace as mola
+from molaplace.baselines import Mimo, mimo_mola
+from molaplace.errors import DataError, MolaWarning, OptionError, StorageError
+from molaplace.lab.training import Labelled, Shuffled, train_mimo
+from molaplace.lab.training.mimo import member_rows
+from molaplace.rules import Threshold
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 

@@ -9,9 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from mola.errors import StorageError
-from mola.lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
-from mola.saving.weights import load_weights
+from molaplace.errors import StorageError
+from molaplace.lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
+from molaplace.saving.weights import load_weights
 from tests.closeness import assert_close
 from tests.conftest import require_shared
 

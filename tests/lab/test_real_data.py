@@ -6,9 +6,9 @@ import pytest
 import torch
 from benchmarks.suites import open_suite
 
-import mola
-from mola import metrics
-from mola.lab.suite import DataOptions
+import molaplace as mola
+from molaplace import metrics
+from molaplace.lab.suite import DataOptions
 from tests.conftest import require_shared
 
 OUTLIERS = {"svhn": "SVHN", "cifar100": "CIFAR-100"}

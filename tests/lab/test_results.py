@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.job import Job
-from mola.compare.results import METRICS
-from mola.compare.store import Store
-from mola.errors import MolaWarning
-from mola.lab.activations import open_networks
-from mola.lab.comparisons import COMPARISONS, methods_of
-from mola.lab.networks import find_networks
-from mola.lab.suites.registry import find_suite
+from molaplace.app.jobs.evaluate import run_evaluate
+from molaplace.app.jobs.fit import run_fit
+from molaplace.app.jobs.folder import open_posterior
+from molaplace.app.jobs.job import Job
+from molaplace.compare.results import METRICS
+from molaplace.compare.store import Store
+from molaplace.errors import MolaWarning
+from molaplace.lab.activations import open_networks
+from molaplace.lab.comparisons import COMPARISONS, methods_of
+from molaplace.lab.networks import find_networks
+from molaplace.lab.suites.registry import find_suite
 from tests.conftest import require_shared
 from tests.own_work import to_evaluate
 
@@ -83,7 +83,7 @@ def test_the_networks_of_the_mnist_records_are_those_of_the_repository():
 
 @pytest.fixture(scope="module")
 def made_again(tmp_path_factory):
-    """The first run of the MNIST suite with two networks, by the commands: other code than `mola bench`, the same images."""
+    """The first run of the MNIST suite with two networks, by the commands: other code than `molaplace bench`, the same images."""
     root = tmp_path_factory.mktemp("again")
     for name, folder in (("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")):
         shutil.copytree(require_shared(name), root / folder / "raw")

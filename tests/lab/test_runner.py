@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import mola
-from mola import metrics
-from mola.compare.methods import LastLayer
-from mola.compare.record import Record
-from mola.compare.store import Store
-from mola.lab.activations import Activations, open_networks
-from mola.lab.comparisons import methods_of
-from mola.lab.data.images import Images, normalisation
-from mola.lab.networks import Training, check_networks, find_networks, train_networks
-from mola.lab.runner import Plan, run_suite
-from mola.lab.suite import DataOptions, Suite, TrainingData
-from mola.lab.suites.image_sources import image_source
-from mola.lab.training import Labelled, Recipe, mlp
+import molaplace as mola
+from molaplace import metrics
+from molaplace.compare.methods import LastLayer
+from molaplace.compare.record import Record
+from molaplace.compare.store import Store
+from molaplace.lab.activations import Activations, open_networks
+from molaplace.lab.comparisons import methods_of
+from molaplace.lab.data.images import Images, normalisation
+from molaplace.lab.networks import Training, check_networks, find_networks, train_networks
+from molaplace.lab.runner import Plan, run_suite
+from molaplace.lab.suite import DataOptions, Suite, TrainingData
+from molaplace.lab.suites.image_sources import image_source
+from molaplace.lab.training import Labelled, Recipe, mlp
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
@@ -137,7 +137,7 @@ def loader(plan, name):
 
 
 @pytest.mark.parametrize(("method", "count"), [("MAP", 1), ("DE", 2), ("LLLA", 1), ("MoLA", 2)])
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # that the grid grew is no matter here
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # that the grid grew is no matter here
 def test_stored_activations_give_what_the_whole_networks_give(plan, finished, method, count):
     """The slow and obvious way: the public calls on the networks themselves, images in."""
     record = Store(finished / "results").read("blobs", method, 1)
@@ -304,7 +304,12 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
     options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main"]
     options += ["--train-images", "150", "--test-images", "40", "--outliers", "30"]
     one, two = (
-        ["-m", "mola", *options, *(f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache"))]
+        [
+            "-m",
+            "molaplace",
+            *options,
+            *(f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache")),
+        ]
         for name in ("one", "two")
     )
     done = run_python(*one, timeout=600)

@@ -14,12 +14,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from mola.__main__ import main
-from mola.app.cli import app
-from mola.compare.store import Store
-from mola.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
-from mola.lab.suite import DataOptions
-from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
+from molaplace.__main__ import main
+from molaplace.app.cli import app
+from molaplace.compare.store import Store
+from molaplace.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
+from molaplace.lab.suite import DataOptions
+from molaplace.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from tests.forked_python import start_python, wait_for
 from tests.lab.test_datasets import colour, records, write_idx
 
@@ -73,8 +73,8 @@ def imagenet(tmp_path_factory):
     sys.path.remove(str(root))
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
-@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:molaplace.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:molaplace.errors.MolaWarning")
 def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet, tmp_path):
     arguments = ["bench", "imagenet", "--network", "thousand_for_test:thousand", "--components", "2", "--quiet"]
     folders = {"--networks": imagenet / "networks", "--data": imagenet / "data", "--results": tmp_path / "results"}
@@ -109,7 +109,7 @@ def write_cifar(root):
     return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypatch):
     types = PAPER_CORRUPTIONS[:3]
     monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
@@ -148,14 +148,14 @@ def mnist(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.filterwarnings("always::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("always::molaplace.errors.MolaWarning")
 def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     """Train, run, report: three commands, and the record of each method."""
     monkeypatch.chdir(tmp_path)
     places = ["--data", str(mnist)]
 
     def mola_command(*arguments):
-        monkeypatch.setattr("sys.argv", ["mola", *arguments])
+        monkeypatch.setattr("sys.argv", ["molaplace", *arguments])
         with pytest.raises(SystemExit) as stop:
             main()
         return stop.value.code, capsys.readouterr()
@@ -165,9 +165,9 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     bench = ["bench", "mnist", *places, "--components", "2", "--test-images", "30", "--outliers", "30"]
     code, said = mola_command(*bench)
     assert code == 0, said.err
-    assert "mola: note: EMNIST" in said.err
+    assert "molaplace: note: EMNIST" in said.err
     assert "Traceback" not in said.err
-    assert "mola report mnist" in said.out.replace("\n", " ")
+    assert "molaplace report mnist" in said.out.replace("\n", " ")
     records = {record.method: record for record in Store("results").records("mnist")}
     assert set(records["MoLA"].outliers) == {"fashion-mnist"}
     assert len(records["MoLA"].labelled) == 13
@@ -197,8 +197,8 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
 )
 def test_mistakes_are_one_clear_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["mola", *arguments, "--quiet"])
-    monkeypatch.delenv("MOLA_DATA", raising=False)
+    monkeypatch.setattr("sys.argv", ["molaplace", *arguments, "--quiet"])
+    monkeypatch.delenv("MOLAPLACE_DATA", raising=False)
     with pytest.raises(SystemExit) as stop:
         main()
     error = capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_mistakes_are_one_clear_line(arguments, message, tmp_path, monkeypatch, 
 
 def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
     # A shell that started these tests in the background may have them ignore interrupts.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from mola.__main__ import main; main()"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from molaplace.__main__ import main; main()"
     options = ["train", "digits", "--networks", "500", "--epochs", "2", "--output", tmp_path / "networks"]
     process = start_python(["-c", code, *options], stderr=tmp_path / "stderr")
     deadline = time.monotonic() + 120
@@ -218,5 +218,5 @@ def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert wait_for(process, 60) == 130
     error = (tmp_path / "stderr").read_text()
-    assert error.splitlines()[-1].startswith("mola: stopped. Finished networks")
+    assert error.splitlines()[-1].startswith("molaplace: stopped. Finished networks")
     assert "Traceback" not in error

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from mola.baselines import MultiSwag, Swag, scale_noise
-from mola.baselines.swag import Moments
-from mola.errors import DataError, OptionError, StorageError
-from mola.lab.training import fit_multi_swag, fit_swag
-from mola.likelihoods import Bernoulli, Gaussian
-from mola.saving.schema import sealed
+from molaplace.baselines import MultiSwag, Swag, scale_noise
+from molaplace.baselines.swag import Moments
+from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.lab.training import fit_multi_swag, fit_swag
+from molaplace.likelihoods import Bernoulli, Gaussian
+from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 

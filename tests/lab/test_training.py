@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mola.baselines import Mimo
-from mola.errors import DataError, OptionError, StorageError
-from mola.lab.data.embedded import two_moons
-from mola.lab.training import (
+from molaplace.baselines import Mimo
+from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.lab.data.embedded import two_moons
+from molaplace.lab.training import (
     Labelled,
     Recipe,
     Shuffled,

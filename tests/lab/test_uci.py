@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mola.errors import DataError, OptionError, StorageError
-from mola.lab.training import Recipe
-from mola.lab.uci import (
+from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.lab.training import Recipe
+from molaplace.lab.uci import (
     METHODS,
     SETS,
     as_good,

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mola
-from mola.decisions.abstain import _starts, binomial_tail
-from mola.errors import DataError, OptionError
+import molaplace as mola
+from molaplace.decisions.abstain import _starts, binomial_tail
+from molaplace.errors import DataError, OptionError
 
 
 def exact_tail(errors, count, rate):

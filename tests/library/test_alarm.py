@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import mola
-from mola.errors import DataError, OptionError
+import molaplace as mola
+from molaplace.errors import DataError, OptionError
 
 RATES = (0.01, 0.05, 0.29, 0.1, 0.3, 1 / 3, 0.5, 0.77, 0.9)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import (
+import molaplace as mola
+from molaplace.errors import (
     DataError,
     HeadError,
     MolaError,
@@ -266,7 +266,7 @@ def test_validation_data_need_labels_where_the_rule_needs_them(scene):
     assert found == expected
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_outliers_that_cannot_be_used(scene):
     for loader, words in (([], "outlier loader is empty"), (changed(1, x=put(NAN)), "batch 1 of the outlier loader")):
         rule = mola.rules.Outliers(loader)
@@ -404,5 +404,5 @@ def test_a_name_of_a_submodule_is_found_there():
     for name, place in (("MolaError", "errors"), ("Threshold", "rules"), ("KronExact", "structures")):
         with pytest.raises(AttributeError, match=rf"it is mola\.{place}\.{name}"):
             getattr(mola, name)
-    with pytest.raises(AttributeError, match=r"^module 'mola' has no attribute 'nothing'$"):
+    with pytest.raises(AttributeError, match=r"^module 'molaplace' has no attribute 'nothing'$"):
         mola.nothing  # noqa: B018

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola import metrics
-from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods import BERNOULLI
-from mola.uncertainty import entropy, expected_sigmoid
+import molaplace as mola
+from molaplace import metrics
+from molaplace.errors import DataError, HeadError, OptionError
+from molaplace.likelihoods import BERNOULLI
+from molaplace.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::mola.errors.MolaWarning"
+    "ignore::molaplace.errors.MolaWarning"
 )  # random data, on which no rule finds an optimum
 
 NAN = float("nan")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import BoundError, OptionError
+import molaplace as mola
+from molaplace.errors import BoundError, OptionError
 from tests.conftest import make_problem
 from tests.library.problems import close, data, loader
 from tests.reference import dense

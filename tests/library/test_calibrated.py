@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.scaling import NO_COVARIANCE
-from mola.tuning.scores import mean_scores
+import molaplace as mola
+from molaplace.scaling import NO_COVARIANCE
+from molaplace.tuning.scores import mean_scores
 
 
 def trained(seed, inputs, labels, steps=120):

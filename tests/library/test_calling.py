@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-import mola
-from mola.errors import DataError, HeadError, OptionError
-from mola.network import (
+import molaplace as mola
+from molaplace.errors import DataError, HeadError, OptionError
+from molaplace.network import (
     LogitsOf,
     Resized,
     as_batch,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import DataError, MolaWarning
-from mola.tuning.class_order import CHANCE, check_class_order, check_label_order
+import molaplace as mola
+from molaplace.errors import DataError, MolaWarning
+from molaplace.tuning.class_order import CHANCE, check_class_order, check_label_order
 
 CLASSES = 3
 ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-import mola
+import molaplace as mola
 
 REFERENCE = json.loads((Path(__file__).parent / "conformal_reference.json").read_text(encoding="utf-8"))
 OURS = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from mola.errors import MolaError, StorageError
-from mola.links import MonteCarlo
-from mola.saving.files import read_folder, write_folder
-from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress
-from mola.saving.posterior import load_posterior, save_posterior
-from mola.saving.schema import Optional, sealed
-from mola.saving.weights import load_weights, read_metadata, save_weights
+from molaplace.errors import MolaError, StorageError
+from molaplace.links import MonteCarlo
+from molaplace.saving.files import read_folder, write_folder
+from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
+from molaplace.saving.posterior import load_posterior, save_posterior
+from molaplace.saving.schema import Optional, sealed
+from molaplace.saving.weights import load_weights, read_metadata, save_weights
 from tests.library.test_saved_posteriors import FAR, posterior, three, tuned
 from tests.library.test_saving import IDENTITY, one_batch, refused, small
 
@@ -168,8 +168,8 @@ def edit(folder, **entries):
 
 
 FOREIGN = {
-    "another format": ({"format": "peft"}, "not written by mola"),
-    "newer": ({"version": 2}, "version 2.*Update mola"),
+    "another format": ({"format": "peft"}, "not written by molaplace"),
+    "newer": ({"version": 2}, "version 2.*Update molaplace"),
     "version as a word": ({"version": "1"}, "version '1'"),
     "another kind": ({"kind": "mimo"}, "expected a saved swag.*saved mimo"),
     "no kind": ({"kind": None}, "'kind': expected text"),
@@ -201,7 +201,7 @@ def test_an_edited_document_is_refused(tmp_path):
     with pytest.raises(StorageError, match="checksum"):
         read_plain(tmp_path)
     path.write_text("[1]")
-    with pytest.raises(StorageError, match="not written by mola"):
+    with pytest.raises(StorageError, match="not written by molaplace"):
         read_plain(tmp_path)
     with pytest.raises(StorageError, match="Pass a folder"):
         read_plain(path)
@@ -223,12 +223,12 @@ def test_a_document_cannot_point_outside_its_folder(name, tmp_path):
 
 class Bomb:
     def __reduce__(self):
-        return os.system, ("echo ran > $MOLA_TEST_BOMB",)
+        return os.system, ("echo ran > $MOLAPLACE_TEST_BOMB",)
 
 
 @pytest.mark.parametrize("modern", [True, False])
 def test_code_in_a_weights_file_is_not_run(tmp_path, monkeypatch, modern):
-    monkeypatch.setenv("MOLA_TEST_BOMB", str(tmp_path / "ran"))
+    monkeypatch.setenv("MOLAPLACE_TEST_BOMB", str(tmp_path / "ran"))
     torch.save({"state_dict": Bomb()}, tmp_path / "w.pt", _use_new_zipfile_serialization=modern)
     refused(small(), tmp_path / "w.pt", "could run code")
     assert not (tmp_path / "ran").exists()

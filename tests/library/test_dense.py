@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import mola
-from mola.errors import BoundError, DataError, HeadError, OptionError
-from mola.likelihoods import CATEGORICAL, Gaussian
-from mola.network import as_batch, drawn_positions, evaluating, find_head, find_heads, stream
+import molaplace as mola
+from molaplace.errors import BoundError, DataError, HeadError, OptionError
+from molaplace.likelihoods import CATEGORICAL, Gaussian
+from molaplace.network import as_batch, drawn_positions, evaluating, find_head, find_heads, stream
 from tests.closeness import assert_close
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # untrained networks
 
 FEATURES, CLASSES = 4, 3
 KINDS = ("image", "signal", "volume", "sequence", "grid")

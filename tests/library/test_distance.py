@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import MolaWarning, OptionError
-from mola.laplace import ClassDistance, Sums, distance_sums
-from mola.links import LINKS
-from mola.rules import Distance, Score
+import molaplace as mola
+from molaplace.errors import MolaWarning, OptionError
+from molaplace.laplace import ClassDistance, Sums, distance_sums
+from molaplace.links import LINKS
+from molaplace.rules import Distance, Score
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained
 from tests.reference import distance as reference
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # small problems, at the ends of grids
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # small problems, at the ends of grids
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from mola.distributed import Team, check_sampler, join, shard
-from mola.errors import MolaWarning, OptionError
+from molaplace.distributed import Team, check_sampler, join, shard
+from molaplace.errors import MolaWarning, OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3
@@ -70,7 +70,7 @@ SCRIPT = """
 import sys
 import weakref
 import torch
-from mola.distributed import join
+from molaplace.distributed import join
 with join() as team:
     group = weakref.ref(torch.distributed.group.WORLD)
     torch.optim.SGD([torch.ones(1)])  # imports much of torch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mola.baselines import McDropout
-from mola.errors import DataError, OptionError
+from molaplace.baselines import McDropout
+from molaplace.errors import DataError, OptionError
 from tests.conftest import make_problem
 
 

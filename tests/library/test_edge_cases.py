@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.laplace import ClassDistance, Sums
-from mola.tuning.scores import paired
+import molaplace as mola
+from molaplace.laplace import ClassDistance, Sums
+from molaplace.tuning.scores import paired
 from tests.closeness import assert_close
 
 
@@ -21,7 +21,7 @@ def data(count=120, seed=1, classes=3):
     return inputs, inputs[:, :classes].argmax(1)
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_outliers_may_have_labels_of_another_data_set():
     inputs, labels = data()
     posterior = mola.fit(small(), [(inputs, labels)], progress=False)
@@ -73,7 +73,7 @@ def test_weights_and_features_are_copied():
     assert_close(prediction.ood_score, posterior.predict(inputs).ood_score, "float64")
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_distance_keeps_what_its_first_rule_chose():
     inputs, labels = data(300)
     posterior = mola.fit([small(seed) for seed in range(3)], [(inputs, labels)], progress=False)

@@ -10,11 +10,11 @@ import torch.multiprocessing as mp
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
-import mola
-from mola import metrics
-from mola.errors import DataError, OptionError
-from mola.evaluation import Estimate
-from mola.measurement import standard_error
+import molaplace as mola
+from molaplace import metrics
+from molaplace.errors import DataError, OptionError
+from molaplace.evaluation import Estimate
+from molaplace.measurement import standard_error
 from tests.closeness import assert_close
 
 

@@ -14,7 +14,7 @@ from torch.autograd.functional import hessian
 from torch.func import functional_call
 from torch.nn import functional
 
-import mola
+import molaplace as mola
 from tests.conftest import STRUCTURES
 from tests.library.problems import relative
 from tests.reference import dense

@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import DataError, ExportError, MissingExtraError, OptionError, StorageError
-from mola.export import OUTPUTS, REGRESSION_OUTPUTS, Pixels
-from mola.export.graph import MORE_OUTPUTS, MORE_REGRESSION_OUTPUTS, check_outputs
-from mola.export.reading import document_of
-from mola.export.writing import trace
+import molaplace as mola
+from molaplace.errors import DataError, ExportError, MissingExtraError, OptionError, StorageError
+from molaplace.export import OUTPUTS, REGRESSION_OUTPUTS, Pixels
+from molaplace.export.graph import MORE_OUTPUTS, MORE_REGRESSION_OUTPUTS, check_outputs
+from molaplace.export.reading import document_of
+from molaplace.export.writing import trace
 from tests.conftest import STRUCTURES
 
 onnx = pytest.importorskip("onnx", reason="NO ONNX: install the extra `export`")
-pytestmark = [pytest.mark.export, pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")]
+pytestmark = [pytest.mark.export, pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")]
 
 CLASSES, SIDE = 5, 8
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", mola.links.Bridge(normalised=True), "mc")
@@ -194,14 +194,14 @@ def test_the_file_runs_where_there_is_no_torch(several, tmp_path):
     np.savez(tmp_path / "wanted.npz", inputs=inputs.numpy(), **{name: getattr(wanted, name) for name in OUTPUTS})
     code = """
         import sys
-        for name in ("torch", "mola", "onnx", "onnxscript"):
+        for name in ("torch", "molaplace", "onnx", "onnxscript"):
             sys.modules[name] = None  # an import of it fails
         import json, numpy as np, onnxruntime
         session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
         stored = np.load(sys.argv[2])
         names = [one.name for one in session.get_outputs()]
         found = dict(zip(names, session.run(names, {"input": stored["inputs"]})))
-        classes = json.loads(session.get_modelmeta().custom_metadata_map["mola.classes"])
+        classes = json.loads(session.get_modelmeta().custom_metadata_map["molaplace.classes"])
         print(max(float(np.abs(found[name] - stored[name]).max()) for name in names), classes[found["label"][0]])
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(several.path), str(tmp_path / "wanted.npz")]
@@ -337,7 +337,7 @@ def test_dense_outputs_keep_their_layout(kind, network, shape, tmp_path):
 
 
 def test_a_program_of_torch_export_comes_back(tmp_path):
-    """Also without mola's reader, and without the example: a file that is given away should not hold anyone's data."""
+    """Also without molaplace's reader, and without the example: a file that is given away should not hold anyone's data."""
     posterior = fitted(count=2, structure="full", link=mola.links.MonteCarlo(20))
     example = torch.full((2, 1, SIDE, SIDE), 0.123456789, dtype=torch.float32)
     options = {"classes": list("abcde"), "outputs": ["probs", "epistemic", "ood_score"]}
@@ -397,7 +397,7 @@ def test_a_network_that_cannot_be_exported(kind, write, words, tmp_path):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"onnxruntime.*mola-torch\[export\]"):
+    with pytest.raises(MissingExtraError, match=r"onnxruntime.*molaplace\[export\]"):
         mola.export.onnx(fitted(), tmp_path / "file.onnx", data(2)[0])
 
 
@@ -445,17 +445,17 @@ def test_foreign_and_damaged_files(tmp_path, several):
     for name, words in (("a", "not a torch.export file"), ("b", "not an ONNX file"), ("c", "does not exist")):
         with pytest.raises(StorageError, match=words):
             mola.export.load(tmp_path / name, trust=True)
-    document = {f"mola.{name}": json.dumps(value) for name, value in several.written.document.items()}
+    document = {f"molaplace.{name}": json.dumps(value) for name, value in several.written.document.items()}
     assert document_of(document | {"own": "1"}, "file") == several.written.document
     for change, words in (
-        ({"mola.format_version": "2"}, "format version 2"),
-        ({"mola.format_version": "[" * 5000}, "not readable JSON"),
-        ({"mola.classes": "3"}, "damaged at 'classes'"),
-        ({"mola.ood_threshold": '"high"'}, "damaged at 'ood_threshold'"),
+        ({"molaplace.format_version": "2"}, "format version 2"),
+        ({"molaplace.format_version": "[" * 5000}, "not readable JSON"),
+        ({"molaplace.classes": "3"}, "damaged at 'classes'"),
+        ({"molaplace.ood_threshold": '"high"'}, "damaged at 'ood_threshold'"),
     ):
         with pytest.raises(StorageError, match=words):
             document_of(document | change, "file")
-    with pytest.raises(StorageError, match="not exported by mola"):
+    with pytest.raises(StorageError, match="not exported by molaplace"):
         document_of({}, "file")
     run = mola.export.load(several.path)
     for inputs, words in (

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import mola
-from mola.errors import DataError, HeadError
-from mola.network import Resized
+import molaplace as mola
+from molaplace.errors import DataError, HeadError
+from molaplace.network import Resized
 from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -18,7 +18,7 @@ SIZES = [6, 1, 8, 5]
 LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:only .* of the labels:mola.errors.MolaWarning", "ignore:the prior prec:mola.errors.MolaWarning"
+    "ignore:only .* of the labels:molaplace.errors.MolaWarning", "ignore:the prior prec:molaplace.errors.MolaWarning"
 )
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola import normal_mixtures
-from mola.errors import BoundError, DataError, HeadError, MolaWarning, OptionError
-from mola.likelihoods import Gaussian
+import molaplace as mola
+from molaplace import normal_mixtures
+from molaplace.errors import BoundError, DataError, HeadError, MolaWarning, OptionError
+from molaplace.likelihoods import Gaussian
 from tests.closeness import assert_close
 from tests.reference import gaussian as dense
 
@@ -241,7 +241,7 @@ def trained():
     return nets, [(x[:120], y[:120])], [(x[120:], y[120:])]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:the prior precision:mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the prior precision:molaplace.errors.MolaWarning")
 
 
 def test_no_prior_precision_and_noise_do_better_on_validation_data(trained, structure):

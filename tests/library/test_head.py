@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from mola.errors import HeadError
-from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
-from mola.network import capture, evaluating, find_head, find_heads, head_by_name
+from molaplace.errors import HeadError
+from molaplace.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
+from molaplace.network import capture, evaluating, find_head, find_heads, head_by_name
 from tests.witness import unchanged
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola import hub
-from mola.errors import OptionError, StorageError
-from mola.evaluation import Estimate, Evaluation
-from mola.saving.schema import sealed
+import molaplace as mola
+from molaplace import hub
+from molaplace.errors import OptionError, StorageError
+from molaplace.evaluation import Estimate, Evaluation
+from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,12 +56,12 @@ def test_what_is_saved_is_loaded_in_any_precision(tmp_path, dtype):
 def test_the_card_is_what_hubs_and_people_read(tmp_path, posterior, monkeypatch):
     measured = mola.evaluate(posterior, TEST, shifted={'Rows: "later"': TEST}, ood={"far": [3 * X]})
     folder = hub.save(
-        posterior, tmp_path / "insects", classes=NAMES, evaluation=measured, license="mit", tags=["insects", "mola"],
+        posterior, tmp_path / "insects", classes=NAMES, evaluation=measured, license="mit", tags=["insects", "molaplace"],
         pipeline_tag="tabular-classification",
     )  # fmt: skip
     front, body = read_card(folder)
-    assert (front["library_name"], front["license"]) == ("mola", "mit")
-    assert front["tags"].count("mola") == 1
+    assert (front["library_name"], front["license"]) == ("molaplace", "mit")
+    assert front["tags"].count("molaplace") == 1
     first = front["model-index"][0]["results"][0]
     assert {one["type"]: one["value"] for one in first["metrics"]} == {
         name: round(one.value, 6) for name, one in measured["MoLA", "test"].items()
@@ -153,7 +153,7 @@ def damage(folder, name, how):
     ("name", "how", "words"),
     [
         ("config.json", "remove", r"config.json cannot be read.*mola\.hub\.save"),
-        ("config.json", lambda document: document.update(format="other"), "not written by mola"),
+        ("config.json", lambda document: document.update(format="other"), "not written by molaplace"),
         ("config.json", lambda document: document.update(version=3), "version 3"),
         ("config.json", lambda document: document.pop("networks"), "damaged.*'networks'"),
         (
@@ -191,7 +191,7 @@ def test_another_architecture_or_another_models_folder_is_refused(tmp_path, post
         hub.load(folder, lambda: nn.Linear(4, 3))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(StorageError, match="not written by mola"):
+    with pytest.raises(StorageError, match="not written by molaplace"):
         hub.save(posterior, tmp_path / "foreign")
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["config.json"]
     (tmp_path / "file").write_text("")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.laplace import STRUCTURES as KNOWN
-from mola.laplace import Sums
-from mola.laplace.base import laplacian
-from mola.laplace.kron_diag import graph_of_degrees
+import molaplace as mola
+from molaplace.laplace import STRUCTURES as KNOWN
+from molaplace.laplace import Sums
+from molaplace.laplace.base import laplacian
+from molaplace.laplace.kron_diag import graph_of_degrees
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 from tests.library.problems import relative
@@ -107,7 +107,7 @@ class TestVeryManyClasses:
         network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, self.CLASSES)).float()
         return network, torch.randn(8, 5, dtype=torch.float32), torch.randint(self.CLASSES, (8,))
 
-    @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+    @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
     @pytest.mark.parametrize("structure", ["kron-diag", "diag"])
     def test_no_tensor_is_as_large_as_c_by_c(self, wide, structure, tmp_path):
         """Fit, tune, evidence, predict, sample, save and load."""

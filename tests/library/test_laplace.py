@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import mola
+import molaplace as mola
 from tests.conftest import make_problem
 from tests.library.problems import relative
 from tests.reference import dense

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import OptionError
+import molaplace as mola
+from molaplace.errors import OptionError
 from tests.conftest import make_problem
 from tests.library.problems import close, data, loader, networks, relative
 

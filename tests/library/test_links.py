@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-import mola
-from mola.errors import OptionError
-from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
-from mola.links import LINKS, Bridge, CentredProbit, MeanField, MonteCarlo, Probit, as_link
+import molaplace as mola
+from molaplace.errors import OptionError
+from molaplace.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
+from molaplace.links import LINKS, Bridge, CentredProbit, MeanField, MonteCarlo, Probit, as_link
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 
 ALL_LINKS = [*CLOSED_FORM_LINKS, "mc"]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mola import metrics
-from mola.measurement import (
+from molaplace import metrics
+from molaplace.measurement import (
     area_between,
     calibration_error,
     mean_area_of_labels,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
-from mola import metrics
-from mola.errors import DataError, OptionError
+from molaplace import metrics
+from molaplace.errors import DataError, OptionError
 from tests.conftest import require_shared
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import DataError, OptionError
+import molaplace as mola
+from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.witness import unchanged
@@ -22,7 +22,7 @@ LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
 LINKS = ["probit", "probit-centred", "mean-field", "bridge", "mc"]
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:only .* of the labels:mola.errors.MolaWarning", "ignore:the prior prec:mola.errors.MolaWarning"
+    "ignore:only .* of the labels:molaplace.errors.MolaWarning", "ignore:the prior prec:molaplace.errors.MolaWarning"
 )
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola import normal_mixtures
-from mola.baselines import McDropout, scale_noise
-from mola.errors import DataError, OptionError
-from mola.likelihoods import Bernoulli, Gaussian
+import molaplace as mola
+from molaplace import normal_mixtures
+from molaplace.baselines import McDropout, scale_noise
+from molaplace.errors import DataError, OptionError
+from molaplace.likelihoods import Bernoulli, Gaussian
 
 
 def network(outputs=2, seed=0):

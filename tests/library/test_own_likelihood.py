@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from torch import nn
 
-import mola
-from mola.errors import DataError
-from mola.likelihoods import LIKELIHOODS, OutputCurvature, RegressionLikelihood, RegressionPredictive
-from mola.likelihoods.base import matrix_of, pooled
+import molaplace as mola
+from molaplace.errors import DataError
+from molaplace.likelihoods import LIKELIHOODS, OutputCurvature, RegressionLikelihood, RegressionPredictive
+from molaplace.likelihoods.base import matrix_of, pooled
 from tests.closeness import assert_close
 
 

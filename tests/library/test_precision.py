@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.laplace import ClassDistance, Sums, distance_sums
-from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
+import molaplace as mola
+from molaplace.laplace import ClassDistance, Sums, distance_sums
+from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 from tests.library.problems import close, data, loader, networks

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.errors import DataError
-from mola.links import LINKS
+import molaplace as mola
+from molaplace.errors import DataError
+from molaplace.links import LINKS
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(24) % 3

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import mola
-from mola.errors import DataError, OptionError
+import molaplace as mola
+from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import mola
-from mola.decisions.calibration import Calibration
-from mola.errors import DataError, MolaWarning, OptionError
+import molaplace as mola
+from molaplace.decisions.calibration import Calibration
+from molaplace.errors import DataError, MolaWarning, OptionError
 
 
 def data(count, classes=4, seed=0, ties=False):

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import mola
-from mola.laplace import STRUCTURES as KNOWN
-from mola.laplace import Sums
-from mola.likelihoods import CATEGORICAL
+import molaplace as mola
+from molaplace.laplace import STRUCTURES as KNOWN
+from molaplace.laplace import Sums
+from molaplace.likelihoods import CATEGORICAL
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 from tests.library.problems import close, relative
 

@@ -6,15 +6,15 @@ import functools
 import pytest
 import torch
 
-import mola
-from mola import metrics
-from mola.errors import MolaWarning, OptionError
-from mola.likelihoods import as_likelihood
-from mola.links import Probit
-from mola.rules import Distance, Evidence, Outliers, Score, Threshold
-from mola.tuning import RULES
-from mola.tuning.scores import mean_scores
-from mola.tuning.search import grid_value
+import molaplace as mola
+from molaplace import metrics
+from molaplace.errors import MolaWarning, OptionError
+from molaplace.likelihoods import as_likelihood
+from molaplace.links import Probit
+from molaplace.rules import Distance, Evidence, Outliers, Score, Threshold
+from molaplace.tuning import RULES
+from molaplace.tuning.scores import mean_scores
+from molaplace.tuning.search import grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks
@@ -22,7 +22,7 @@ from tests.library.problems import data, loader, networks
 GRID = tuple(10.0**power for power in torch.linspace(-4, 3, 9).tolist())
 SCORES = {"nll": metrics.negative_log_likelihood, "brier": metrics.brier, "ece": metrics.expected_calibration_error}
 
-quiet = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+quiet = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 
 @functools.cache

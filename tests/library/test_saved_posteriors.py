@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-import mola
-from mola.component import Component
-from mola.errors import OptionError, StorageError
-from mola.laplace import Diag, Full, Kron, KronDiag, KronExact
-from mola.likelihoods import Bernoulli, Categorical, Gaussian
-from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
-from mola.posterior import MoLA
-from mola.saving.posterior import load_posterior, save_posterior
-from mola.saving.schema import sealed
-from mola.scaling import FeatureScale, LogitScaling, Reference
-from mola.tuning import Tuning
+import molaplace as mola
+from molaplace.component import Component
+from molaplace.errors import OptionError, StorageError
+from molaplace.laplace import Diag, Full, Kron, KronDiag, KronExact
+from molaplace.likelihoods import Bernoulli, Categorical, Gaussian
+from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
+from molaplace.posterior import MoLA
+from molaplace.saving.posterior import load_posterior, save_posterior
+from molaplace.saving.schema import sealed
+from molaplace.scaling import FeatureScale, LogitScaling, Reference
+from molaplace.tuning import Tuning
 from tests.closeness import assert_close
 
 X = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

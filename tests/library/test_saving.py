@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mola.errors import OptionError, StorageError
-from mola.fitting import fit
-from mola.laplace import Kron, Sums
-from mola.saving import files
-from mola.saving.files import kind_of, read_folder, write_folder
-from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
-from mola.saving.schema import parse
-from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
+from molaplace.errors import OptionError, StorageError
+from molaplace.fitting import fit
+from molaplace.laplace import Kron, Sums
+from molaplace.saving import files
+from molaplace.saving.files import kind_of, read_folder, write_folder
+from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
+from molaplace.saving.schema import parse
+from molaplace.saving.weights import load_weights, read_metadata, read_state, save_weights
 
 OLD = (
     {"kind": "swag", "rank": 3, "name": "ü\ud800"},

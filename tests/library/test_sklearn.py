@@ -12,9 +12,9 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-import mola
-from mola.errors import DataError, MolaWarning, OptionError
-from mola.perceptrons import train_mlps
+import molaplace as mola
+from molaplace.errors import DataError, MolaWarning, OptionError
+from molaplace.perceptrons import train_mlps
 from tests.forked_python import run_python
 
 SMALL = {"hidden": (16,), "members": 2, "epochs": 25}
@@ -204,12 +204,12 @@ def test_constant_targets():
 def test_without_scikit_learn_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"
-        "import mola\n"
+        "import molaplace as mola\n"
         "assert 'MolaClassifier' in dir(mola)\n"
         "try:\n    mola.MolaClassifier\n"
         "except mola.errors.MissingExtraError as error:\n    print(error)"
     )
     said = run_python("-c", code).stdout
-    assert "pip install 'mola-torch[sklearn]'" in said
+    assert "pip install 'molaplace[sklearn]'" in said
     with pytest.raises(AttributeError, match="no attribute 'MolaClasifier'"):
         _ = mola.MolaClasifier

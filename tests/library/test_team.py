@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import mola
+import molaplace as mola
 from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.team_script import laws

@@ -8,8 +8,8 @@ import torch
 from scipy import optimize, special
 from torch import nn
 
-from mola.baselines import fit_temperature, temperature_scaled
-from mola.errors import DataError, MolaWarning, OptionError
+from molaplace.baselines import fit_temperature, temperature_scaled
+from molaplace.errors import DataError, MolaWarning, OptionError
 from tests.conftest import make_problem
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.uncertainty import entropy, softmax_and_entropy
+import molaplace as mola
+from molaplace.uncertainty import entropy, softmax_and_entropy
 from tests.closeness import assert_close
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import mola
-from mola.weights import stacking_weights
+import molaplace as mola
+from molaplace.weights import stacking_weights
 from tests.library.problems import blob_loader, blobs, close, data, loader, networks, trained
 
 # Labels of `data` have nothing to do with its inputs.

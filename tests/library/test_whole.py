@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call, jacrev
 
-import mola
-from mola.distributed import Team
-from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
-from mola.links import MonteCarlo
-from mola.rules import Evidence, Score, Threshold
+import molaplace as mola
+from molaplace.distributed import Team
+from molaplace.errors import DataError, OptionError, StorageError, StructureTooLargeError
+from molaplace.links import MonteCarlo
+from molaplace.rules import Evidence, Score, Threshold
 
 STRUCTURES = [{"structure": "kron"}, {"structure": "diag"}, {"structure": "full"}, {"subnetwork": 25}]
 DRAWS = MonteCarlo(samples=3, over="weights", seed=2)
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::mola.errors.MolaWarning"
+    "ignore::molaplace.errors.MolaWarning"
 )  # tiny data: the grid grows, labels are random
 
 
@@ -372,7 +372,7 @@ def test_bad_input_is_explained(monkeypatch):
     ]:
         with pytest.raises(OptionError, match=words):
             use()
-    monkeypatch.setattr("mola.laplace.base._free_memory", lambda: 10_000)
+    monkeypatch.setattr("molaplace.laplace.base._free_memory", lambda: 10_000)
     for options in ({"structure": "full"}, {"subnetwork": 100}):
         with pytest.raises(StructureTooLargeError, match="is free"):
             fit(network, loader, **options)

@@ -1,0 +1,190 @@
+"""Style and file formats of figures: colours and line styles of methods, SVG for web pages and PNG for documents."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from molaplace.errors import importing
+
+with importing("drawing figures", "matplotlib", "bench"):
+    import matplotlib as mpl
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+
+COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
+"""Colours of the main methods, taken from Okabe and Ito's palette for colour-blind readers; the plain network is grey."""
+
+DASHED = (0, (3.2, 1.6))
+
+KNOWN: dict[str, tuple[str, Any]] = {
+    **{method: (colour, "-") for method, colour in COLOURS.items()},
+    "MAP-T": (COLOURS["MAP"], DASHED),
+    "DE-T": (COLOURS["DE"], DASHED),
+    "DE-L": ("#56b4e9", "-"),
+    "MAP-N": (COLOURS["MAP"], DASHED),
+    "DE-N": (COLOURS["DE"], DASHED),
+    "MoLA (threshold)": (COLOURS["MoLA"], "-"),
+    "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
+    "MoLA (distance)": ("#d55e00", "-"),
+    "LLLA (distance)": ("#d55e00", DASHED),
+    "MoLA (calibrated)": ("#0b3d91", "-"),
+    "LLLA (calibrated)": ("#0b3d91", DASHED),
+    "SWAG": ("#cc79a7", DASHED),
+    "MultiSWAG": ("#cc79a7", "-"),
+    "MIMO": ("#9467bd", DASHED),
+    "MIMO-MoLA": ("#9467bd", "-"),
+}
+"""Colour and line style of each known method. Related methods share a colour; the less important ones have dashed lines."""
+
+OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
+
+PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
+
+INK = "#25303b"
+"""Colour of text and axes. Pages replace this colour with their own text colour, so that figures match the light or dark theme."""
+
+PAPER = "#ffffff"
+
+WIDTH = 7.2
+"""Width of a figure in inches; at this width, two panels side by side are still readable on a phone."""
+
+SETTINGS: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.facecolor": "none",
+    "figure.constrained_layout.h_pad": 0.07,
+    "figure.constrained_layout.w_pad": 0.07,
+    "figure.facecolor": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # this font comes with matplotlib, so figures look the same everywhere
+    "font.size": 9,
+    "grid.alpha": 0.15,
+    "grid.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",  # text stays selectable and searchable, and files stay small
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the colour and line style of each method."""
+    free = cycle((colour, pattern) for pattern in PATTERNS for colour in OTHERS)
+    pairs = {method: KNOWN[method] if method in KNOWN else next(free) for method in methods}
+    return {method: {"color": colour, "linestyle": pattern} for method, (colour, pattern) in pairs.items()}
+
+
+def colours(methods: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each method."""
+    return {method: stroke["color"] for method, stroke in strokes(methods).items()}
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Apply the matplotlib settings in `SETTINGS` for the duration of the context."""
+    return mpl.rc_context(SETTINGS)
+
+
+def canvas(
+    rows: int, columns: int, row_height: float, width: float = WIDTH, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and the panels of its grid, row by row. The figure has no window, so it need not be closed."""
+    figure = Figure(figsize=(width, rows * row_height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(panels.flat)
+
+
+def quiet_axes(panel: Axes) -> None:
+    """Draw faint grid lines."""
+    panel.grid(True)
+    panel.tick_params(length=3)
+
+
+def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
+    """Draw one legend for all panels: in the first unused panel if it fits there, otherwise below the figure."""
+    for panel in panels[used:]:
+        panel.set_axis_off()
+    if handles is None:
+        drawn = [one for panel in panels[:used] for one in panel.get_legend_handles_labels()[0]]
+        handles = list({one.get_label(): one for one in drawn}.values())
+    style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
+    if len(panels) > used and len(handles) <= 16:
+        panels[used].legend(handles=handles, loc="center left", **style)
+        return
+    longest = max((len(one.get_label()) for one in handles), default=1)
+    columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
+    # The figure grows by the height of the legend so that the panels keep their size.
+    figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **style)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A figure that has not been drawn yet."""
+
+    title: str
+    caption: str
+    make: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn figure, as SVG without a background and as PNG on a white background."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+    def write(self, folder: Path) -> None:
+        """Write `<name>.svg` and `<name>.png`, both on a white background."""
+        on_white = self.svg.replace("<svg", f'<svg style="background:{PAPER}"', 1)
+        (folder / f"{self.name}.svg").write_text(on_white, encoding="utf-8")
+        (folder / f"{self.name}.png").write_bytes(self.png)
+
+
+def render(name: str, planned: Planned) -> Drawn:
+    """Draw the figure; `name` becomes part of every id in the SVG."""
+    with drawing():
+        figure = planned.make()
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # compute the layout once, not once per format
+        return Drawn(name, planned.title, planned.caption, as_svg(figure, name), as_png(figure))
+
+
+def as_png(figure: Figure) -> bytes:
+    """Return the figure as a PNG image on a white background, for documents."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """Return the bare `<svg>` element with a transparent background; every id begins with `name`."""
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)

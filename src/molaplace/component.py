@@ -1,0 +1,137 @@
+"""One component of a mixture: a network, a prior precision, and the Laplace approximation of the network's last layer.
+
+Without a Laplace approximation, a component is a member of a plain ensemble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.errors import OptionError
+from molaplace.laplace import ClassDistance, Curvature, Spread, Structure, Sums, check_precision
+from molaplace.likelihoods import Gaussian, Likelihood
+from molaplace.network import Head
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """The Laplace approximation of a last layer before the prior is added, computed in one pass over the training data."""
+
+    structure: Structure
+    sums: Sums
+    weights: Tensor
+    """Trained weights (C, P) in float64, used as the posterior mean. The bias is the last column."""
+    curvature: Curvature
+    distance: ClassDistance | None
+    """Distances from the training classes, or None if they were not computed during the fit."""
+
+    @staticmethod
+    def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
+        """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
+        uncertain = likelihood.uncertain(weights)
+        curvature = structure.solve(likelihood.sums_at_noise(sums))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
+
+    def to(self, device: torch.device) -> LastLayer:
+        """Return the same approximation on another device."""
+        distance = None if self.distance is None else self.distance.to(device)
+        return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
+
+
+class Component(nn.Module):
+    """A network with a prior precision and a Laplace approximation of its last layer.
+
+    Args:
+        network: the trained network, which is shared and never modified.
+        head: the network's last linear layer, or None in a plain ensemble.
+        layer: the Laplace approximation of the last layer, or None in a plain ensemble.
+        prior_precision: the prior precision lambda.
+        likelihood: the likelihood of the network's outputs.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        head: Head | None,
+        layer: LastLayer | None,
+        prior_precision: float,
+        likelihood: Likelihood,
+    ) -> None:
+        super().__init__()
+        self.network: nn.Module = network
+        self.head: Head | None = head
+        self.layer: LastLayer | None = layer
+        self.likelihood: Likelihood = likelihood
+        self.prior_precision: float = check_precision(prior_precision)
+
+    def at(self, prior_precision: float) -> Component:
+        """Return the component with a different prior precision."""
+        return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
+
+    def noise_scaled(self, factor: float) -> Component:
+        """Return the regression component with its noise multiplied by a factor."""
+        layer, likelihood = self.layer, self.likelihood
+        if layer is None or factor == 1:
+            return self
+        assert isinstance(likelihood, Gaussian)
+        scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
+        likelihood = likelihood.noise_scaled(factor, len(layer.weights))
+        return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
+
+    def with_likelihood(self, likelihood: Likelihood) -> Component:
+        """Return the component with its likelihood replaced, for example to change the noise level."""
+        layer = self.layer
+        if layer is not None:
+            curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
+            layer = replace(layer, curvature=curvature.to(layer.weights.device))
+        return Component(self.network, self.head, layer, self.prior_precision, likelihood)
+
+    def on(self, device: torch.device) -> LastLayer | None:
+        """Return the Laplace approximation, first moving it to the given device if necessary."""
+        if self.layer is not None and self.layer.weights.device != device:
+            self.layer = self.layer.to(device)
+        return self.layer
+
+    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
+        """Return the spread of the logits for features (n, P), or None if there is no Laplace approximation."""
+        layer = self.on(phi.device)
+        if layer is None:
+            return None
+        return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
+
+    def require_layer(self, what: str) -> LastLayer:
+        """Return the Laplace approximation, or raise an `OptionError` saying that the operation `what` needs it."""
+        if self.layer is None:
+            raise OptionError(
+                f"{what} needs a Laplace approximation, but a plain ensemble has none. Use mola.fit(networks, train_loader)."
+            )
+        return self.layer
+
+    def log_evidence(self, precision: Tensor) -> Tensor:
+        r"""Return the log marginal likelihood of the training labels, differentiable in the prior precision.
+
+        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
+        """
+        layer = self.require_layer("the log evidence")
+        log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
+        if log_likelihood is None:
+            raise OptionError("the log evidence needs training labels. Fit with batches of (inputs, labels).")
+        precision = precision.to(layer.weights)
+        prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
+        return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
+
+
+def per_component(value: Any, count: int, name: str) -> list[Any]:
+    """Return one value per component as a list, given a single value or a sequence of `count` values."""
+    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
+    try:
+        values = [value] * count if single else list(value)
+    except TypeError:
+        values = []
+    if len(values) != count:
+        raise OptionError(f"{name}: expected one value, or {count} values (one per component); got {value!r}.")
+    return values

@@ -1,0 +1,130 @@
+"""Calibration data for decisions: a few numbers per labelled example, regardless of the number of classes.
+
+A `Calibration` is created from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
+computed from a `Calibration` without running a network again. Calibration data must be exchangeable with future data, and the
+predictor must not have been trained on the labels of the calibration data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from molaplace.decisions.ranks import as_numbers
+from molaplace.errors import DataError
+from molaplace.prediction import Prediction
+
+SUM_TOLERANCE = 1e-3
+"""Largest accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
+
+
+def probs_of(prediction: Any) -> Tensor:
+    """Convert a `mola.Prediction`, or a tensor or array from any library, to probabilities (n, C) in float64 on the CPU."""
+    given = prediction.probs if hasattr(prediction, "probs") else prediction
+    probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
+    if probs.ndim != 2 or probs.shape[1] < 2:
+        raise DataError(f"expected probabilities (n, C) for at least two classes; got shape {tuple(probs.shape)}.")
+    # These comparisons are False for nan, so nan is rejected.
+    valid = ((probs >= 0) & (probs <= 1 + SUM_TOLERANCE)).all(1) & ((probs.sum(1) - 1).abs() <= SUM_TOLERANCE)
+    if not bool(valid.all()):
+        row = int((~valid).nonzero()[0])
+        raise DataError(
+            f"expected probabilities whose rows sum to 1, but row {row} sums to {float(probs[row].sum()):g}, with values from "
+            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, make a decision for each label "
+            f"separately."
+        )
+    return probs
+
+
+def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each class in probs (n, C), the total probability of the classes ranked above it, and its rank (1 is best).
+
+    Among equally probable classes, the one with the smaller index ranks first.
+    """
+    ordered, order = probs.sort(dim=1, descending=True, stable=True)
+    above = ordered.cumsum(1) - ordered
+    places = torch.arange(1, probs.shape[1] + 1).expand_as(order)
+    return torch.empty_like(above).scatter_(1, order, above), torch.empty_like(order).scatter_(1, order, places)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibration data for n labelled examples, as columns of shape (n,) on the CPU."""
+
+    confidence: Tensor
+    """Largest probability, in float64."""
+    label: Tensor
+    """True class."""
+    true_probability: Tensor
+    """Probability of the true class."""
+    mass_above: Tensor
+    """Total probability of the classes ranked above the true class."""
+    true_rank: Tensor
+    """Rank of the true class; the most probable class has rank 1."""
+    classes: int
+    """Number of classes C."""
+
+    @classmethod
+    def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
+        """Build calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C), or return a `Calibration` as is."""
+        if isinstance(prediction, Calibration):
+            return prediction
+        probs = probs_of(prediction)
+        count, classes = probs.shape
+        given = as_numbers(labels, "labels: expected one class index for each prediction")
+        if given.shape != (count,):
+            raise DataError(
+                f"labels: expected one class index for each of the {count} predictions; got shape {tuple(given.shape)}."
+            )
+        wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
+        if bool(wrong.any()):
+            raise DataError(f"labels: expected integers from 0 to {classes - 1}; got {float(given[wrong][0]):g}.")
+        known, (above, rank) = given.long(), ranked(probs)
+        true = known[:, None]
+        return cls(
+            confidence=probs.amax(1),
+            label=known,
+            true_probability=probs.gather(1, true)[:, 0],
+            mass_above=above.gather(1, true)[:, 0],
+            true_rank=rank.gather(1, true)[:, 0],
+            classes=classes,
+        )
+
+    @property
+    def correct(self) -> Tensor:
+        """Mask of the examples whose most probable class is the true class, shape (n,)."""
+        return self.true_rank == 1
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def rows(self, chosen: Tensor) -> Calibration:
+        """Return the subset of the data selected by an index or mask."""
+        return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return the columns to save, keyed by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
+        """Rebuild calibration data from `columns`, checking the values because they may come from a file."""
+        names = [one.name for one in fields(cls) if one.name != "classes"]
+        kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
+        known = all(
+            name in columns and columns[name].dtype == kinds[name] and columns[name].ndim == 1 for name in names
+        )
+        if not known or len({len(columns[name]) for name in names}) != 1:
+            raise DataError(
+                f"expected the columns {', '.join(names)}, all of equal length; got {', '.join(columns) or 'nothing'}."
+            )
+        made = cls(**{name: columns[name] for name in names}, classes=classes)
+        ranks, labels = made.true_rank, made.label
+        valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
+        if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
+            raise DataError(f"expected finite values, and labels and ranks that are valid for {classes} classes.")
+        return made

@@ -1,0 +1,85 @@
+"""Errors raised by this library. Each message states what was expected, what was given, and what to do.
+
+Every error that this library deliberately raises derives from `MolaError`; `except mola.errors.MolaError` catches these errors and no
+others. Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class MolaError(Exception):
+    """Base class of every error that this library raises deliberately."""
+
+
+class OptionError(MolaError, ValueError):
+    """An argument has an invalid value."""
+
+
+class HeadError(MolaError, ValueError):
+    """The network's last linear layer cannot be found, or its output is not the network's output."""
+
+
+class DataError(MolaError, ValueError):
+    """A loader, batch, label or activation is invalid."""
+
+
+class BoundError(MolaError, ValueError):
+    """The assumptions of a theoretical bound do not hold."""
+
+
+class StructureTooLargeError(MolaError, MemoryError):
+    """A curvature structure would not fit in memory."""
+
+
+class ExportError(MolaError, RuntimeError):
+    """A posterior cannot be exported as a graph, or the graph's outputs differ from the posterior's predictions."""
+
+
+class StorageError(MolaError, ValueError):
+    """A file is damaged, was written by other software or by a newer version of this library, or belongs to a different network."""
+
+
+class MissingExtraError(MolaError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs {package}, which is not installed. Install it with: pip install 'molaplace[{extra}]' "
+            f"(in a clone of the repository: pip install '.[{extra}]')"
+        )
+
+
+class MolaWarning(UserWarning):
+    """A warning issued by this library."""
+
+
+@contextmanager
+def importing(feature: str, package: str, extra: str) -> Iterator[None]:
+    """Raise `MissingExtraError` if an import inside the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(feature, package, extra) from error
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Prepend `place` to the message of any `DataError` or `HeadError` raised inside the block."""
+    try:
+        yield
+    except (DataError, HeadError) as error:
+        separator = "," if str(error).startswith("networks[") else ":"
+        raise type(error)(f"{place}{separator} {error}") from error.__cause__
+
+
+def warn(message: str) -> None:
+    """Issue a warning that points to the line of the user's code that called this library."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "molaplace":
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, MolaWarning, stacklevel=depth)

@@ -1,0 +1,175 @@
+"""A posterior as a traceable module that maps named tensors to the fields of a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.errors import DataError, OptionError
+from molaplace.network import Inputs
+from molaplace.network.calling import LABELS, signature_of
+from molaplace.options import did_you_mean
+from molaplace.posterior import MoLA
+
+OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+"""Fields of `mola.Prediction` that are exported by default; "distance" is included only if the posterior can compute distances."""
+
+REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
+"""Fields of `mola.RegressionPrediction` that are exported by default."""
+
+MORE_OUTPUTS = ("logit_mean", "logit_variance")
+MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_variance", "component_noise")
+"""Fields that are exported only if they are listed in `outputs`."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Structure of a batch and names of its tensors.
+
+    Args:
+        kind: structure of the batch: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
+        names: names of the tensors, in the order in which they are passed.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(example: Inputs, network: nn.Module) -> Signature:
+        """Return the signature of a batch; positional arguments are named after the parameters of the network's `forward`."""
+        kind, tensors = "tensor", {"input": example}
+        if isinstance(example, Mapping):
+            kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
+        elif isinstance(example, (tuple, list)):
+            known = list(signature_of(network).parameters)
+            names = (known[place] if place < len(known) else f"input_{place}" for place in range(len(example)))
+            kind, tensors = "tuple", dict(zip(names, example, strict=True))
+        if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise DataError(
+                f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
+                f"{type(example).__name__} of {[type(value).__name__ for value in tensors.values()]}."
+            )
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
+            raise DataError(
+                f"example: expected tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}."
+            )
+        for name, value in tensors.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise DataError(f"example: {name} contains NaN or infinite values. Pass a batch of valid inputs.")
+        return Signature(kind, tuple(tensors))
+
+    def tensors(self, inputs: Inputs) -> list[Tensor]:
+        """Return the tensors of a batch in order, converting NumPy arrays; the batch must be structured like the example."""
+        try:
+            values = [inputs] if self.kind == "tensor" else inputs
+            if self.kind == "mapping":
+                values = [inputs[name] for name in self.names]
+            return [torch.as_tensor(value) for value, _ in zip(values, self.names, strict=True)]
+        except (TypeError, KeyError, ValueError, RuntimeError) as error:
+            expected = "one tensor" if self.kind == "tensor" else f"a {self.kind} of tensors"
+            raise DataError(
+                f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
+            ) from error
+
+    def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
+        """Assemble tensors into network inputs."""
+        if self.kind == "tensor":
+            return tensors[0]
+        return tuple(tensors) if self.kind == "tuple" else dict(zip(self.names, tensors, strict=True))
+
+
+class Pixels(nn.Module):
+    """A module that maps bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that an exported model accepts raw images.
+
+    Args:
+        mean: pixel means on a scale from 0 to 1, one per channel or one for all channels.
+        std: pixel standard deviations on the same scale, one per channel or one for all channels.
+    """
+
+    def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
+        super().__init__()
+        if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
+            raise OptionError(
+                f"Pixels: expected one positive standard deviation for each mean, and at least one mean; got mean={mean} and "
+                f"std={std}."
+            )
+        self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
+        self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the normalised pixels as float32."""
+        return (pixels.to(torch.float32) / 255 - self.get_buffer("mean")) / self.get_buffer("std")
+
+    def extra_repr(self) -> str:
+        """Return the means and standard deviations as text."""
+        mean, std = self.statistics
+        return f"mean={mean}, std={std}"
+
+
+def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
+    """Check the requested outputs and return them in field order; if none are given, return the posterior's defaults."""
+    default = OUTPUTS if posterior.likelihood.classification else REGRESSION_OUTPUTS
+    if outputs is None:
+        return tuple(name for name in default if name != "distance" or posterior.has_distances)
+    known = default + (MORE_OUTPUTS if posterior.likelihood.classification else MORE_REGRESSION_OUTPUTS)
+    wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise OptionError(
+            f"outputs: expected one or more of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
+            f"{did_you_mean(unknown[0], known) if unknown else ''}"
+        )
+    if "distance" in wanted and not posterior.has_distances:
+        raise OptionError(f"outputs: 'distance' is not available: {posterior.why_no_distances()}")
+    return tuple(name for name in known if name in wanted)
+
+
+class PosteriorGraph(nn.Module):
+    """A module that uses the posterior's own code to map the tensors of a batch to the fields that `posterior.predict` returns.
+
+    If `float16` is True, floating-point inputs are converted to half precision for the networks. The module `preparation`, if given,
+    is first applied to the single input.
+    """
+
+    def __init__(
+        self,
+        posterior: MoLA,
+        signature: Signature,
+        outputs: Sequence[str],
+        *,
+        float16: bool = False,
+        preparation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.signature: Signature = signature
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.float16: bool = float16
+        self.preparation: nn.Module | None = preparation
+        self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
+        # A posterior inside a tuple is not registered as a submodule, so only the tensors that the trace uses become constants.
+        self.held: tuple[MoLA] = (posterior,)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training flag of this module only. The networks keep their flags; each forward pass runs them in eval mode."""
+        self.training = mode
+        return self
+
+    def network_inputs(self, tensors: Sequence[Tensor]) -> Inputs:
+        """Return the networks' inputs after preparation, in half precision if `float16` is True."""
+        if self.preparation is not None:
+            tensors = [self.preparation(tensor) for tensor in tensors]
+        if self.float16:
+            tensors = [tensor.half() if tensor.is_floating_point() else tensor for tensor in tensors]
+        return self.signature.inputs(tensors)
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """Return the requested fields, keyed by name and shaped as in `posterior.predict`."""
+        posterior = self.held[0]
+        prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
+        return {name: getattr(prediction, name) for name in self.outputs}

@@ -1,0 +1,231 @@
+"""Load an exported file and run it.
+
+PyTorch's `.pt2` reader can run code from the files that it reads. It unpickles constants and old weight formats, evaluates size
+expressions, and compiles guards and names as Python code. A `.pt2` file is therefore read only with `trust=True`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molaplace.errors import DataError, OptionError, StorageError, importing
+from molaplace.export.graph import Signature
+from molaplace.network import Inputs
+from molaplace.saving.schema import Optional, check, parse
+
+FORMAT_VERSION = 1
+PREFIX = "molaplace."
+"""Prefix of the property names in an exported file."""
+
+PROPERTIES = "molaplace.json"
+"""Name of the archive entry that holds the properties of a `.pt2` file."""
+
+THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
+"""Thresholds for decisions. They are not part of the graph, so they can be changed after export."""
+
+SCHEMA: dict[str, Any] = {
+    "format_version": int,
+    "signature": {"kind": str, "names": [str]},
+    "outputs": [str],
+    "classes": [str],
+    "networks": [str],
+    **{name: Optional(float) for name in THRESHOLDS},
+}
+
+Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
+"""A function that runs an exported file, mapping input tensors to outputs keyed by name."""
+
+DECISIONS = (
+    ("outlying", "ood_threshold", "ood_score"),
+    ("answer", "answer_threshold", "confidence"),
+    ("set", "set_threshold", "probs"),
+)
+"""For each decision: its name, its threshold, and the output that is compared with the threshold."""
+
+
+class LoadedExport:
+    """An exported model that is ready to run, as returned by `mola.export.load`. Call it with a batch, as you would the posterior.
+
+    Args:
+        run: function that maps tensors to outputs keyed by name.
+        document: description stored in the file.
+
+    Attributes:
+        classes: names of the classes.
+        outputs: names of the outputs.
+    """
+
+    def __init__(self, run: Run, document: dict[str, Any]) -> None:
+        self._run = run
+        self.document: dict[str, Any] = document
+        self.classes: list[str] = document["classes"]
+        self.outputs: list[str] = document["outputs"]
+        self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
+
+    def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Return the outputs for a batch, keyed by name; they are on the CPU and shaped like the fields of a prediction.
+
+        Args:
+            inputs: a tensor, tuple or mapping with the same structure as the example used for the export; NumPy arrays are accepted.
+        """
+        tensors = self.signature.tensors(inputs)
+        try:
+            return dict(self._run(tensors))
+        except Exception as error:
+            shapes = {name: tuple(one.shape) for name, one in zip(self.signature.names, tensors, strict=True)}
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            raise DataError(
+                f"the exported file does not accept inputs with shapes {shapes} and dtypes {kinds}: {reason(error)}"
+            ) from error
+
+    def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Apply the thresholds stored in `document`; to use other thresholds, edit them there first.
+
+        Args:
+            outputs: outputs of a call, including every output that has a threshold in the file: "ood_score", "confidence" or "probs".
+
+        Returns:
+            Boolean tensors, one for each threshold in the file: "outlying" and "answer" of shape (n,), and "set" of shape (n, C).
+            "answer" is false for outliers.
+        """
+        found: dict[str, Tensor] = {}
+        for name, threshold, output in DECISIONS:
+            limit = self.document[threshold]
+            if limit is None:
+                continue
+            if output not in outputs:
+                raise DataError(
+                    f"the file sets {threshold}, but the output {output!r} to which it applies is missing. Include this output "
+                    f"when exporting the posterior."
+                )
+            values = outputs[output].double()
+            found[name] = values >= limit if name == "set" else values > limit
+        if "answer" in found and "outlying" in found:
+            found["answer"] &= ~found["outlying"]
+        return found
+
+
+def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
+    """Load a file written by `mola.export.onnx` or `mola.export.torch_export`. ONNX files are run with onnxruntime.
+
+    Args:
+        path: file to read; the format is detected from the content.
+        trust: whether you trust the author of the file. This matters only for `.pt2` files: PyTorch's reader can run code from such a
+            file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StorageError(
+            f"{path} does not exist. Pass a file written by mola.export.onnx or mola.export.torch_export."
+        )
+    content = path.read_bytes()
+    if content[:2] == b"PK":  # a zip archive, the format that torch.export writes
+        if not trust:
+            raise OptionError(
+                f"{path} is a torch.export file, and PyTorch's reader can run code from such a file. If you trust its "
+                f"author, read it with mola.export.load(path, trust=True). ONNX files do not require trust."
+            )
+        run, properties = read_program(content, path)
+    else:
+        run, properties = read_onnx(content, path)
+    return LoadedExport(run, document_of(properties, path))
+
+
+def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
+    """Return the description stored in a file's properties; raise `StorageError` if this version of molaplace cannot read it."""
+    document = {
+        name.removeprefix(PREFIX): parse(value, f"{path}: property {name}")
+        for name, value in properties.items()
+        if name.startswith(PREFIX)
+    }
+    if "format_version" not in document:
+        raise StorageError(f"{path} was not exported by molaplace: it lacks the property {PREFIX}format_version.")
+    if document["format_version"] != FORMAT_VERSION:
+        raise StorageError(
+            f"{path} has format version {document['format_version']!r}, but this version of molaplace reads only format version "
+            f"{FORMAT_VERSION}. Update molaplace, or run the file without molaplace."
+        )
+    check(document, SCHEMA, "")
+    return document
+
+
+def require(package: str) -> Any:
+    """Import a package that belongs to the `export` extra."""
+    with importing("ONNX export", package, "export"):
+        return importlib.import_module(package)
+
+
+def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
+    """Return two values: a function that runs an ONNX file in onnxruntime on the CPU, and the file's properties."""
+    runtime = require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise StorageError(
+            f"{path} is not an ONNX file that this version of onnxruntime can run: {reason(error)}."
+        ) from error
+    inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
+
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        arrays = [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
+        found = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+
+    return run, session.get_modelmeta().custom_metadata_map
+
+
+def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
+    """Return two values: a function that runs a trusted `.pt2` file, and the file's properties. Reading the file can run code."""
+    extra = {PROPERTIES: ""}
+    try:
+        with quietly():
+            module = torch.export.load(io.BytesIO(content), extra_files=extra).module()
+        properties = json.loads(extra[PROPERTIES] or "{}")
+    except Exception as error:  # the reader raises many kinds of errors for damaged files
+        raise StorageError(
+            f"{path} is not a torch.export file that this version of PyTorch can read: {reason(error)}."
+        ) from error
+
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.cpu() for name, value in module(*tensors).items()}
+
+    return run, properties
+
+
+def reason(error: BaseException) -> str:
+    """Return the type of an error's root cause and the first line of its message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence the warnings and log messages of PyTorch's exporters, which users of this library do not need."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,98 @@
+"""Importing functions from user code by name, in the form `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from molaplace.errors import OptionError
+from molaplace.options import did_you_mean
+
+
+def is_path(name: str) -> bool:
+    """Return True if a name with a colon is a path, such as `data/at:noon` or a path on a Windows drive."""
+    return any(sign in name for sign in "/\\")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split `package.module:function` into the module and the function; raise `OptionError` for any other form."""
+    # Split at the last colon, because a Windows path has a colon after the drive letter.
+    module, _, function = name.rpartition(":")
+    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        hint = (
+            " Pass the name of a module, not a file; for example, run the command in the folder with models.py, and pass models:build."
+            if is_path(name)
+            else ""
+        )
+        raise OptionError(f"expected a function in the form package.module:function; got {name!r}.{hint}")
+    return module, function
+
+
+def import_function(name: str) -> Any:
+    """Import `package.module:function`, which may be in the current folder. Exceptions raised by the user's code are not caught."""
+    module_name, attribute = split_name(name)
+    with _here_first() as here:
+        module = importlib.import_module(module_name)
+        function = getattr(module, attribute)
+        is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
+    # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
+    # do not hide installed packages.
+    if is_here and here not in sys.path:
+        sys.path.append(here)
+    return function
+
+
+def import_builder(name: str) -> Callable[[], nn.Module]:
+    """Import a class, or a function without arguments, that builds a network; see `import_function`.
+
+    Raises:
+        OptionError: the module or the function does not exist.
+    """
+    module_name, attribute = split_name(name)
+    try:
+        function = import_function(name)
+    except ImportError as error:
+        where = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            where = " The current folder and the installed packages were searched."
+        raise OptionError(f"cannot import {module_name!r} for the network {name!r}: {error}.{where}") from error
+    except AttributeError as error:
+        raise OptionError(
+            f"module {module_name!r} has no {attribute!r}. Expected a function that builds the network."
+            f"{did_you_mean(attribute, dir(sys.modules.get(module_name)))}"
+        ) from error
+
+    def build() -> nn.Module:
+        with _here_first():
+            network = function()
+        if not isinstance(network, nn.Module):
+            raise OptionError(f"{name} returned {type(network).__name__}; expected a network (nn.Module).")
+        return network
+
+    return build
+
+
+@contextmanager
+def _here_first() -> Iterator[str]:
+    # Search for modules in the current folder first, as Python does for a script in this folder.
+    here = str(Path.cwd())
+    known = here in sys.path
+    if not known:
+        sys.path.insert(0, here)
+    try:
+        yield here
+    finally:
+        if not known:
+            with suppress(ValueError):  # the user's code may already have removed the folder
+                sys.path.remove(here)
+
+
+def _is_in(module: Any, folder: str) -> bool:
+    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
+    return any(Path(place).parent == Path(folder) for place in places)

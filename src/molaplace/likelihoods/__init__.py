@@ -1,0 +1,43 @@
+"""Likelihoods, which define the meaning of a network's outputs."""
+
+from molaplace.likelihoods.base import (
+    ClassificationLikelihood,
+    Likelihood,
+    Members,
+    OutputCurvature,
+    Predictive,
+    RegressionLikelihood,
+    RegressionPredictive,
+)
+from molaplace.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
+from molaplace.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
+from molaplace.likelihoods.gaussian import GAUSSIAN, Gaussian, NormalMixture
+from molaplace.options import resolve
+
+__all__ = [
+    "BERNOULLI",
+    "CATEGORICAL",
+    "GAUSSIAN",
+    "LIKELIHOODS",
+    "Bernoulli",
+    "BernoulliPredictive",
+    "Categorical",
+    "CategoricalPredictive",
+    "ClassificationLikelihood",
+    "Gaussian",
+    "Likelihood",
+    "Members",
+    "NormalMixture",
+    "OutputCurvature",
+    "Predictive",
+    "RegressionLikelihood",
+    "RegressionPredictive",
+    "as_likelihood",
+]
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
+
+
+def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood with the given name and default settings; if a likelihood is given, return it unchanged."""
+    return resolve(likelihood, Likelihood, LIKELIHOODS, "likelihood")  # type: ignore[type-abstract]

@@ -1,0 +1,298 @@
+r"""The interface of a likelihood: validation of outputs and labels, log-likelihood, curvature, and predictive distribution.
+
+For one datum, the curvature of the negative log-likelihood with respect to the outputs f always has the form
+
+.. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
+
+with a separate part d that acts on each output alone, and a part that couples every pair of outputs. The coupling part is the
+Laplacian of the graph with edge weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)` has no
+separate part, and
+
+* :math:`\Lambda 1 = 0` holds by construction at any numerical precision (the softmax ignores a shift common to all outputs);
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so no digits are lost when a network is
+  almost certain.
+
+Independent outputs (Bernoulli, Gaussian) have only the separate part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from molaplace.errors import HeadError
+
+if TYPE_CHECKING:
+    from molaplace.laplace.base import Spread
+    from molaplace.laplace.sums import Sums
+
+Ran = Sequence[tuple[str, torch.Size]]
+"""Names and output shapes of the linear layers that ran in a watched forward pass."""
+
+
+@dataclass(frozen=True)
+class OutputCurvature:
+    """The curvature `diag(separate) + L(coupling coupling')` with respect to the C outputs, for each of n data points."""
+
+    separate: Tensor | None = None
+    """Separate curvature (n, C) of each output, or None if the outputs have only coupled curvature."""
+    coupling: Tensor | None = None
+    """Coupling (n, C) of the outputs, or None if the outputs do not interact."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The predictions of a mixture's K members at n data points, from which the predictive distribution is computed.
+
+    In a search, the leading dimensions (...) index the candidates.
+    """
+
+    outputs: Sequence[Tensor]
+    """Outputs (n, C) of each network."""
+    spreads: Sequence[Spread | None]
+    """Covariance of each network's outputs, or None for a plain ensemble."""
+    weights: Tensor
+    """Mixture weights (K,)."""
+    divisors: Sequence[Tensor]
+    """Divisors s_k of the logits, of shape (..., n, 1) or (..., 1, 1); in regression, they multiply the standard deviations."""
+    pooling: float | Tensor
+    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; in a search, a tensor (...)."""
+    likelihoods: Sequence[Likelihood]
+    """Likelihood of each member. In regression, the noise may differ between members."""
+
+    def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
+        """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
+        means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
+        pairs = zip(self.spreads, self.divisors, strict=True)
+        spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
+        return pooled(means, self.weights, self.pooling), spreads
+
+
+class Predictive(Protocol):
+    """The predictive distribution for n data points. In a search, the leading dimensions index the candidates."""
+
+    def point(self) -> Tensor:
+        """Return the result of calling the posterior: probabilities (..., n, C) or means (..., n, D)."""
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return scores (..., m), keyed by name, for each datum or, with multi-label data, for each known label."""
+
+
+@dataclass(frozen=True)
+class RegressionPredictive(ABC):
+    """For each of D outputs, a mixture of K distributions, described by their moments in the targets' units."""
+
+    weights: Tensor
+    """Mixture weights (K,)."""
+    means: Tensor
+    """Means (K, ..., n, D) of the components."""
+    variances: Tensor
+    """Variances (K, ..., n, D) of the components, including the noise."""
+    noises: Tensor
+    """Variances (K, ..., n, D) of the noise, before any scaling."""
+
+    def point(self) -> Tensor:
+        """Return the mixture's mean (..., n, D)."""
+        return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
+
+    def component(self, index: int) -> Self:
+        """Return the distribution of one component."""
+        parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
+        return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return each datum's joint log loss, "nll" (..., n), and its CRPS averaged over the outputs, "crps" (..., n)."""
+        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
+
+    @abstractmethod
+    def log_density(self, targets: Tensor) -> Tensor:
+        """Return the joint log density (..., n) of targets (n, D)."""
+
+    @abstractmethod
+    def cdf(self, values: Tensor) -> Tensor:
+        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
+
+    @abstractmethod
+    def quantile(self, level: float) -> Tensor:
+        """Return the values (..., n, D) below which the targets fall with probability `level`."""
+
+    @abstractmethod
+    def crps(self, targets: Tensor) -> Tensor:
+        """Return the continuous ranked probability score (..., n, D) of the targets."""
+
+
+LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
+"""A function that computes probabilities from the mean (..., n, C) and spread of the logits, the likelihood and a seed
+(`mola.links`)."""
+
+
+class Likelihood(ABC):
+    """The interface of a likelihood, which defines the meaning of a network's outputs."""
+
+    name: str
+    mutually_exclusive: bool = False
+    """True if the outputs represent C mutually exclusive classes; False for binary labels and for regression."""
+    classification: bool = True
+    """True for classification (classes or binary labels), False for regression."""
+    default_rule: str = "nll"
+    """Name of the default tuning rule."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the likelihood's constructor arguments as a JSON-serialisable dictionary."""
+        return {}
+
+    @abstractmethod
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Return the outputs of a network as rows (n, C), or raise `HeadError` if the outputs do not suit the likelihood.
+
+        Args:
+            outputs: outputs returned by the network.
+            ran: linear layers that ran in a watched forward pass. Error messages mention the last of these layers. If `ran` is given,
+                outputs that look like probabilities are not rejected, because the watched pass already detects operations after the
+                last layer.
+        """
+
+    @abstractmethod
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Return labels in canonical form on the device of the outputs (n, C), or raise a `DataError` that mentions `where`."""
+
+    def known(self, labels: Tensor) -> Tensor | None:
+        """Return a mask (n,) of the data that have at least one label, or None if every datum has one.
+
+        The labels must come from `check_labels`.
+        """
+        return None
+
+    @abstractmethod
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-likelihood (n,) of each datum's labels."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Return the Fisher information with respect to outputs (n, C): the expected Hessian of the negative log-likelihood.
+
+        The result does not depend on the values of the labels, but an output without a label has no curvature. Like `label_sums` and
+        `Structure.sums`, this method must also run on the meta device, where `mola.load` determines the shapes of the sums.
+        """
+
+    @abstractmethod
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
+        """Return the mixture's predictive distribution. Links that draw samples are seeded with `seed`."""
+
+    # Groups of training data. Distances are measured from the centres of the groups.
+
+    def num_groups(self, outputs: int) -> int:
+        """Return the number of groups into which the training data are divided. By default, all data form one group."""
+        return 1
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """Return each datum's group (n,) as int64: its label or, if it has none, the predicted class."""
+        return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+
+    # Methods that regression likelihoods override, because their noise is chosen after the sums are computed.
+
+    def num_uncertain(self, outputs: int) -> int:
+        """Return how many of a network's outputs are uncertain."""
+        return outputs
+
+    def uncertain(self, weights: Tensor) -> Tensor:
+        """Return the rows of a head's weights (C, P) that belong to uncertain outputs."""
+        return weights
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return sums over labels, keyed by name, from which the log-likelihood is computed after the fit; none by default."""
+        return {}
+
+    def fitted(self, sums: Sums) -> Self:
+        """Return the likelihood with parameters estimated from the sums over all the training data."""
+        return self
+
+    def sums_at_noise(self, sums: Sums) -> Sums:
+        """Return the sums with the curvature converted from unit noise to the likelihood's noise level."""
+        return sums
+
+    def total_log_likelihood(self, sums: Sums) -> float | None:
+        """Return the log-likelihood of all training labels."""
+        return sums.log_likelihood
+
+
+class ClassificationLikelihood(Likelihood):
+    """A likelihood for classification into one of C classes, or for C binary labels."""
+
+    def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
+        """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
+        means, spreads = members.scaled()
+        return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
+
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
+        """Return `sum_k w_k link(m_k, S_k)`."""
+        return self.distribution(mixed(members.weights, self.member_probabilities(members, link, seed)))
+
+    @abstractmethod
+    def distribution(self, probs: Tensor) -> Predictive:
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
+
+    @abstractmethod
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return probabilities (..., C) for logits (..., C)."""
+
+    @abstractmethod
+    def num_choices(self, outputs: int) -> int:
+        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
+
+    @abstractmethod
+    def choices(self, probs: Tensor) -> Tensor:
+        """Return the probabilities of all choices, of shape (..., C) for classes, or (..., C, 2) for binary labels (no, yes)."""
+
+    @abstractmethod
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the true choices as int64, of shape (n,) or (n, C), with -1 for missing labels."""
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Return the most probable choices, of shape (n,) or (n, C), for outputs (n, C)."""
+        return self.choices(self.probabilities(outputs)).argmax(-1)
+
+
+class RegressionLikelihood(Likelihood):
+    """A likelihood for regression, with an independent distribution for each of D outputs."""
+
+    classification = False
+    mixture_type: type[RegressionPredictive]
+    """Class of the predictive distribution. Its constructor takes the components' weights and moments."""
+
+
+def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
+    """Return `sum_k w_k x_k`. A single member is returned unchanged."""
+    if len(members) == 1:
+        return members[0]
+    total = weights[0].to(members[0]) * members[0]
+    for weight, member in zip(weights[1:], members[1:], strict=True):
+        total = total + weight.to(member) * member
+    return total
+
+
+def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
+    """Contract members z_k (..., n, C) towards their weighted mean z: `z + c (z_k - z)`. If c = 1, return them unchanged."""
+    if not isinstance(pooling, Tensor) and pooling == 1:
+        return members
+    mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
+    return [mean + c * (member - mean) for member in members]
+
+
+def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
+    """Return the outputs if they are a matrix; otherwise, raise `HeadError`."""
+    if outputs.dim() != 2:
+        last = (
+            f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""
+        )
+        single = " A single input needs a batch dimension: inputs[None]." if outputs.dim() == 1 else ""
+        raise HeadError(
+            f"expected {expected}, got shape {tuple(outputs.shape)}.{last}{single} Pass a network that returns the output of its last "
+            f"linear layer without reshaping it."
+        )
+    return outputs

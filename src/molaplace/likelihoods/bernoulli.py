@@ -1,0 +1,157 @@
+r"""Binary and multi-label classification: yes or no for each of C labels, with one logit each, :math:`p(\text{yes}) = \sigma(f)`.
+
+Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`. Every direction in output
+space therefore has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
+
+The sigmoid of a logit z is the second entry of the softmax of (0, z), in which the first logit is fixed at 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from molaplace.errors import DataError, HeadError
+from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+from molaplace.options import counted
+
+MISSING = -100
+"""Value that, like NaN, marks a missing label. It is the default `ignore_index` of PyTorch's losses."""
+
+ENOUGH_OUTPUTS = 64
+"""Minimum number of outputs needed to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
+
+
+@dataclass(frozen=True)
+class BernoulliPredictive:
+    """Probabilities (..., n, C) of "yes"."""
+
+    probs: Tensor
+
+    def point(self) -> Tensor:
+        """Return the probabilities of "yes"."""
+        return self.probs
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the log loss, Brier score, confidence and correctness (..., m) for each known label."""
+        known = ~labels.isnan()
+        yes, truth = self.probs[..., known], labels[known]
+        # In floating point, 1 - p rounds to 0 long before p does. Both are clamped in the same way, so the loss does not depend on
+        # which answer is called yes.
+        right = torch.where(truth > 0.5, yes, 1 - yes).clamp_min(torch.finfo(yes.dtype).eps / 2)
+        return {
+            "nll": -right.log(),
+            "brier": 2 * (1 - right).square(),
+            "confidence": torch.maximum(yes, 1 - yes),
+            "correct": ((yes > 0.5) == (truth > 0.5)).to(yes),
+        }
+
+
+@dataclass(frozen=True)
+class Bernoulli(ClassificationLikelihood):
+    """A yes-or-no answer for each of C labels; the probability of yes is the sigmoid of the label's logit."""
+
+    name = "bernoulli"
+    default_rule = "calibrated"
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Return logits of shape (n, C), given outputs of shape (n,) or (n, C)."""
+        if outputs.dim() == 1:
+            outputs = outputs[:, None]
+        matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
+        if not ran and _are_probabilities(outputs):
+            raise HeadError(
+                "all outputs lie between 0 and 1, so the network seems to return probabilities. Pass a network that returns "
+                "logits, without a final sigmoid."
+            )
+        return outputs
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Return labels (n, C) as float64: 0, 1, or NaN for a missing label. Labels (n,) are accepted if there is only one logit."""
+        count, width = outputs.shape
+        if labels.dim() == 1 and width == 1:
+            labels = labels[:, None]
+        if labels.shape != (count, width):
+            remedy = ""
+            if labels.dim() == 1 and len(labels) == count:
+                remedy = " For class indices, use likelihood='categorical'. For multi-label data, pass 0 or 1 for each label."
+            raise DataError(
+                f"{where}: expected labels of shape ({count}, {width}), with 0 or 1 for each output; got shape "
+                f"{tuple(labels.shape)}.{remedy}"
+            )
+        if labels.is_complex():
+            raise DataError(f"{where}: expected labels that are 0 or 1, got {labels.dtype}.")
+        read = labels.to(outputs.device).to(outputs.dtype if outputs.dtype == torch.float64 else torch.float64)
+        missing = read.isnan() | (read == MISSING)
+        invalid = ~(missing | (read == 0) | (read == 1))
+        if bool(invalid.any()):
+            found = read[invalid]
+            remedy = (
+                "For class indices, use likelihood='categorical'. Otherwise, pass 0 or 1, or use -100 or NaN for a missing label."
+                if bool((found == found.round()).all())
+                else "Soft labels are not supported. Pass 0 or 1, or use -100 or NaN for a missing label."
+            )
+            raise DataError(
+                f"{where}: labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
+                f"{remedy}"
+            )
+        return torch.where(missing, torch.nan, read)
+
+    def known(self, labels: Tensor) -> Tensor | None:
+        """Return a mask (n,) of the data that have at least one label, or None if every datum has one."""
+        some = ~labels.isnan().all(1)
+        return None if bool(some.all()) else some
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of "yes": the sigmoid of each logit."""
+        return torch.sigmoid(logits)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-likelihood (n,) of each datum, summed over its known labels."""
+        signed = torch.where(labels > 0.5, outputs, -outputs)
+        return torch.where(labels.isnan(), 0.0, functional.logsigmoid(signed)).sum(1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Return `p (1 - p)` for each output, or 0 if its label is missing."""
+        # The product of the two sigmoids stays accurate when the network is almost certain, whereas p (1 - p) does not.
+        own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
+
+    def distribution(self, probs: Tensor) -> BernoulliPredictive:
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
+        return BernoulliPredictive(probs)
+
+    def num_groups(self, outputs: int) -> int:
+        """Return 2 for a single label (the groups are no and yes) and 1 for several labels (all data form one group)."""
+        return 2 if outputs == 1 else 1
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """Return each datum's label or, if it is missing, the predicted label. With several labels, return 0 for each datum."""
+        if outputs.shape[1] > 1:
+            return super().group(outputs, labels)
+        yes = outputs[:, 0] > 0
+        if labels is not None:
+            yes = torch.where(labels[:, 0].isnan(), yes, labels[:, 0] > 0.5)
+        return yes.long()
+
+    def num_choices(self, outputs: int) -> int:
+        """Return 2, the number of answers: no and yes."""
+        return 2
+
+    def choices(self, probs: Tensor) -> Tensor:
+        """Return the probabilities (..., C, 2) of "no" and "yes"."""
+        return torch.stack([1 - probs, probs], dim=-1)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return labels (n, C) as int64: 0, 1, or -1 for a missing label."""
+        return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    return outputs.numel() >= ENOUGH_OUTPUTS and bool(((outputs >= 0) & (outputs <= 1)).all())
+
+
+BERNOULLI = Bernoulli()

@@ -1,0 +1,144 @@
+"""Classification with C mutually exclusive classes and a softmax over C logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molaplace.errors import DataError, HeadError
+from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+
+ENOUGH_ROWS = 4
+"""Minimum number of rows needed to distinguish probabilities from logits. With only a few rows, the logits in every row may sum to 1
+by chance."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class CategoricalPredictive:
+    """Probabilities (..., n, C) of the classes."""
+
+    probs: Tensor
+
+    def point(self) -> Tensor:
+        """Return the probabilities."""
+        return self.probs
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the log loss, Brier score, confidence and correctness (..., n) for each datum."""
+        index = labels.expand(self.probs.shape[:-1])[..., None]
+        right = self.probs.gather(-1, index).squeeze(-1)
+        confidence, predicted = self.probs.max(-1)
+        return {
+            "nll": -right.clamp_min(TINY).log(),
+            "brier": self.probs.square().sum(-1) - 2 * right + 1,
+            "confidence": confidence,
+            "correct": (predicted == labels).to(self.probs),
+        }
+
+
+@dataclass(frozen=True)
+class Categorical(ClassificationLikelihood):
+    """Classification into C mutually exclusive classes, with a softmax over C logits."""
+
+    name = "categorical"
+    mutually_exclusive = True
+    default_rule = "calibrated"
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Return logits (n, C), or raise `HeadError`."""
+        matrix_of(outputs, ran, "logits of shape (batch, classes)")
+        if outputs.shape[1] < 2:
+            raise HeadError(
+                f"expected at least 2 classes, got a network with {outputs.shape[1]} output. Use likelihood='bernoulli' for a "
+                f"binary classifier with one logit, or likelihood='gaussian' for regression."
+            )
+        if not ran and _are_probabilities(outputs):
+            raise HeadError(
+                "each row of outputs sums to 1, so the network seems to return probabilities. Pass a network that returns logits."
+            )
+        return outputs
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Return class indices (n,) as int64, or raise `DataError`."""
+        count, classes = outputs.shape
+        if labels.shape != (count,):
+            remedy = ""
+            if labels.dim() > 1:
+                remedy = " Pass class indices, not one-hot or soft labels."
+                if labels.shape == (count, 1):
+                    remedy = " Remove the axis of size 1: labels.squeeze(1)."
+                if labels.shape == outputs.shape:
+                    remedy += " For multi-label data, use likelihood='bernoulli'."
+            raise DataError(
+                f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
+            )
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            remedy = "Convert with labels.long()."
+            if labels.is_floating_point() and bool((labels != labels.floor()).any()):
+                remedy = (
+                    f"The labels contain {float(labels[labels != labels.floor()][0]):g}, which is not a class index. For regression, "
+                    f"use likelihood='gaussian'."
+                )
+            raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
+        labels = labels.to(outputs.device, torch.int64)
+        low, high = (int(end) for end in torch.aminmax(labels))
+        if low < 0 or high >= classes:
+            start = (
+                "Class indices start at 0, so pass labels - 1, or remove" if (low, high) == (1, classes) else "Remove"
+            )
+            raise DataError(
+                f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
+                f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
+                f"ignore_index={high if high >= classes else low}."
+            )
+        return labels
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the softmax over the last axis."""
+        return torch.softmax(logits, dim=-1)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-probability (n,) of each label."""
+        return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Return `diag(p) - p p'` as the Laplacian of `p p'`."""
+        return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
+
+    def distribution(self, probs: Tensor) -> CategoricalPredictive:
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
+        return CategoricalPredictive(probs)
+
+    def num_groups(self, outputs: int) -> int:
+        """Return the number of classes."""
+        return outputs
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """Return the label of each datum, or its predicted class if `labels` is None."""
+        return outputs.argmax(1) if labels is None else labels
+
+    def num_choices(self, outputs: int) -> int:
+        """Return the number of classes C."""
+        return outputs
+
+    def choices(self, probs: Tensor) -> Tensor:
+        """Return the probabilities (..., C) of the classes, unchanged."""
+        return probs
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels (n,), unchanged."""
+        return labels
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    if len(outputs) < ENOUGH_ROWS or not bool((outputs >= 0).all()):
+        return False
+    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
+    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
+
+
+CATEGORICAL = Categorical()

@@ -1,0 +1,341 @@
+r"""Regression with D outputs, which are the means of independent normal distributions. The noise is a separate parameter.
+
+.. math:: y_d \sim \mathcal N(\ell_d + s_d f_d,\; \sigma_d^2), \qquad \Lambda = \mathrm{diag}(s_d^2 / \sigma_d^2).
+
+The curvature does not depend on the outputs, so the Laplace approximation of the last layer is its exact posterior. The sums over the
+training data are computed at unit noise, so the noise can be chosen after the pass over the data. The curvature of output d is then
+divided by its noise variance, and the log-likelihood follows from a few sums over the targets.
+
+A heteroscedastic network has two outputs for each target: a mean and a value that determines the variance :math:`v_d(x)`. The noise
+:math:`\sigma_d` is then a factor that multiplies the predicted standard deviation; a factor of 1 leaves the network's prediction
+unchanged. Only the means are treated as uncertain.
+
+Targets may have been standardised for training. If `location` and `scale` are given, all targets and results are in the user's
+units. The sums, weights and curvature are in the network's units.
+
+The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly and without a link, because both the last
+layer's posterior and the noise are normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from molaplace import normal_mixtures
+from molaplace.errors import DataError, HeadError, OptionError
+from molaplace.likelihoods.base import (
+    LinkFunction,
+    Members,
+    OutputCurvature,
+    Ran,
+    RegressionLikelihood,
+    RegressionPredictive,
+    matrix_of,
+    pooled,
+)
+from molaplace.numerics import to_float64
+from molaplace.options import counted, is_real, one_of
+
+if TYPE_CHECKING:
+    from molaplace.laplace.sums import Sums
+
+VARIANCE_FLOOR = 1e-6
+"""Lower bound on predicted variances, which are clamped as in `torch.nn.GaussianNLLLoss`."""
+
+CONSTANT = 1e-12
+"""Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
+
+SMALLEST, LARGEST = 1e-12, 1e12
+"""Smallest and largest allowed values for the noise and for the scale of the targets."""
+
+
+class NormalMixture(RegressionPredictive):
+    """A mixture of K normal distributions for each of D outputs."""
+
+    def log_density(self, targets: Tensor) -> Tensor:
+        """Return the joint log density (..., n) of targets (n, D)."""
+        return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)
+
+    def cdf(self, values: Tensor) -> Tensor:
+        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
+        return normal_mixtures.cdf(self.weights, self.means, self.variances, values)
+
+    def quantile(self, level: float) -> Tensor:
+        """Return the values (..., n, D) below which the targets fall with probability `level`."""
+        return normal_mixtures.quantile(self.weights, self.means, self.variances, level)
+
+    def crps(self, targets: Tensor) -> Tensor:
+        """Return the continuous ranked probability score (..., n, D) of the targets."""
+        return normal_mixtures.crps(self.weights, self.means, self.variances, targets)
+
+
+@dataclass(frozen=True)
+class Gaussian(RegressionLikelihood):
+    """Regression with normally distributed noise that has one standard deviation per output.
+
+    Args:
+        noise: standard deviation of the targets around the mean, in the targets' units, given as one number or one number per output.
+            By default, the noise is estimated from the residuals of the training data, and tuning may change it. For heteroscedastic
+            networks, the noise is a factor that multiplies the predicted standard deviation; the default is 1.
+        shared: whether to estimate one noise level for all outputs.
+        location: mean that was subtracted from the targets for training, given as one number or D numbers.
+        scale: standard deviation by which the targets were divided for training, given as one number or D numbers.
+        heteroscedastic: True if the network also predicts a variance for each target and therefore has 2 D outputs.
+        order: "stacked" if all means come before all variances, or "interleaved" if each mean is followed by its variance.
+        variance: encoding of each target's variance, one of "log-variance", "log-deviation" (the log of the standard deviation) or
+            "softplus" (the variance is the softplus of the output).
+        estimated: True if the noise was estimated, in which case tuning rules may change it. This argument is set by the fit.
+    """
+
+    noise: float | Sequence[float] | None = None
+    shared: bool = False
+    location: float | Sequence[float] | None = None
+    scale: float | Sequence[float] | None = None
+    heteroscedastic: bool = False
+    order: str = "stacked"
+    variance: str = "log-variance"
+    estimated: bool = False
+    name = "gaussian"
+    mixture_type = NormalMixture
+
+    def __post_init__(self) -> None:
+        location = 0.0 if self.location is None else self.location
+        scale = 1.0 if self.scale is None else self.scale
+        noise = None if self.noise is None else _numbers(self.noise, "noise", positive=True)
+        object.__setattr__(self, "noise", noise)
+        object.__setattr__(self, "location", _numbers(location, "location", positive=False))
+        object.__setattr__(self, "scale", _numbers(scale, "scale", positive=True))
+        one_of(self.order, ("stacked", "interleaved"), "order")
+        one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
+
+    def settings(self) -> dict[str, Any]:
+        """Return a JSON-serialisable dictionary of the constructor arguments that differ from their defaults."""
+        plain = Gaussian()
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+    # Outputs.
+
+    def num_uncertain(self, outputs: int) -> int:
+        """Return D, the number of means."""
+        return outputs // 2 if self.heteroscedastic else outputs
+
+    def _means(self, outputs: int) -> slice:
+        if not self.heteroscedastic:
+            return slice(outputs)
+        return slice(outputs // 2) if self.order == "stacked" else slice(0, outputs, 2)
+
+    def uncertain(self, weights: Tensor) -> Tensor:
+        """Return the rows of a head's weights (C, P) that compute the means."""
+        return weights[self._means(len(weights))]
+
+    def means(self, outputs: Tensor) -> Tensor:
+        """Return the means (..., D) contained in the outputs (..., C), in the network's units."""
+        return outputs[..., self._means(outputs.shape[-1])]
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Return outputs of shape (n, D) or (n, 2 D). Outputs of shape (n,) are reshaped to (n, 1)."""
+        expected = "outputs of shape (batch, outputs)"
+        matrix = outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, expected)
+        width = matrix.shape[1]
+        if self.heteroscedastic and width % 2:
+            raise HeadError(
+                f"heteroscedastic=True needs two outputs for each target, a mean and a variance, but the network has {width} outputs."
+            )
+        for name in ("noise", "location", "scale"):
+            given: Any = getattr(self, name)
+            if given is None or len(given) in (1, self.num_uncertain(width)):
+                continue
+            targets = counted(self.num_uncertain(width), "target")
+            raise HeadError(
+                f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
+                f"with heteroscedastic={self.heteroscedastic}. With heteroscedastic=True, half of the outputs are variances. Pass one "
+                f"value, or one value per target."
+            )
+        return matrix
+
+    def predicted_variance(self, outputs: Tensor) -> Tensor:
+        """Return the variances (..., D) at unit noise, in the network's units: 1 unless the network is heteroscedastic."""
+        if not self.heteroscedastic:
+            return torch.ones_like(outputs)
+        given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
+        if self.variance == "softplus":
+            return functional.softplus(given).clamp_min(VARIANCE_FLOOR)
+        return (given if self.variance == "log-variance" else 2 * given).exp().clamp_min(VARIANCE_FLOOR)
+
+    def noise_variance(self, outputs: Tensor) -> Tensor:
+        """Return the noise variances (..., D) for outputs (..., C), in the network's units."""
+        predicted = self.predicted_variance(outputs)
+        return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
+
+    def deviation(self, width: int) -> Tensor:
+        """Return the noise (D,) in the network's units or, for heteroscedastic networks, the noise factor (D,)."""
+        if self.noise is None:
+            if self.heteroscedastic:
+                return torch.ones(width, dtype=torch.float64, device="cpu")
+            raise OptionError(
+                "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets) to "
+                "estimate the noise from the residuals. For an ensemble, use mola.baselines.scale_noise(ensemble, val_loader)."
+            )
+        noise = _expanded(self.noise, width, "noise")
+        return noise if self.heteroscedastic else noise / self.units(width)[1]
+
+    def units(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the location (D,) and scale (D,) of the targets, in float64."""
+        return _expanded(self.location, width, "location"), _expanded(self.scale, width, "scale")
+
+    def in_units(self, means: Tensor) -> Tensor:
+        """Convert the network's means (..., D) to the targets' units."""
+        location, scale = (one.to(means) for one in self.units(means.shape[-1]))
+        return location + scale * means
+
+    def variance_in_units(self, variance: Tensor) -> Tensor:
+        """Convert the network's variances (..., D) to the targets' units."""
+        return variance * self.units(variance.shape[-1])[1].square().to(variance)
+
+    # Labels, log-likelihood and curvature.
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Return targets (n, D) as float64, in the user's units. Targets of shape (n,) are accepted if D = 1."""
+        count, width = len(outputs), self.num_uncertain(outputs.shape[1])
+        given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
+        if given.shape != (count, width):
+            raise DataError(
+                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs; got shape "
+                f"{tuple(labels.shape)}. For class indices, use likelihood='categorical'. If half of the outputs are variances, use "
+                f"mola.likelihoods.Gaussian(heteroscedastic=True)."
+            )
+        if given.is_complex():
+            raise DataError(f"{where}: expected real targets, got {labels.dtype}.")
+        targets = to_float64(given.to(outputs.device))
+        if not bool(torch.isfinite(targets).all()):
+            row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
+            raise DataError(
+                f"{where}: targets must be finite, got {targets[row].tolist()}. Remove rows without a target."
+            )
+        return targets
+
+    def _standardised(self, labels: Tensor) -> Tensor:
+        location, scale = (one.to(labels) for one in self.units(labels.shape[1]))
+        return (labels - location) / scale
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the joint log density (n,) of each datum's targets, in the user's units."""
+        means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
+        targets = self._standardised(labels.to(means))
+        each = normal_mixtures.normal_log_density(means, variance, targets)
+        return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Return the curvature at unit noise, i.e. 1 or the reciprocal of the predicted variance; the noise is chosen later."""
+        return OutputCurvature(separate=1 / self.predicted_variance(outputs))
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return a (4, D) tensor of sums that determine the noise and the log-likelihood at any noise level.
+
+        The rows are the sums of the squared residuals at unit noise, of the logarithms of the predicted variances, of the targets,
+        and of the squared targets, all in the network's units.
+        """
+        means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
+        targets = self._standardised(labels.to(means.device))
+        summed = ((targets - means).square() / predicted, predicted.log(), targets, targets.square())
+        return {"targets": torch.stack([one.sum(0) for one in summed])}
+
+    def fitted(self, sums: Sums) -> Gaussian:
+        """Return the likelihood with the given noise or, if none was given, with noise estimated from the training residuals."""
+        if self.noise is not None:
+            return self
+        if self.heteroscedastic:
+            return replace(self, noise=1.0, estimated=True)
+        if "targets" not in sums.tensors:
+            self.deviation(1)  # this call raises an error, because the noise is unknown without targets
+        squares, _, total, power = sums.tensors["targets"].cpu()
+        count = sums.count
+        constant = (power / count - (total / count).square() <= CONSTANT * power / count).nonzero().flatten().tolist()
+        if constant:
+            which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
+            value = float(self.in_units((total / count)[None])[0, constant[0]])
+            raise DataError(
+                f"{which} constant ({value:.6g}) in all {count:,} training examples, so the noise cannot be estimated. Check the "
+                f"targets, or pass mola.likelihoods.Gaussian(noise=...)."
+            )
+        variance = (squares.mean().expand_as(squares) if self.shared else squares) / count
+        if bool((variance.sqrt() <= SMALLEST).any()):
+            raise DataError(
+                "the network fits the training targets exactly, so the noise cannot be estimated from its residuals. Pass "
+                "mola.likelihoods.Gaussian(noise=...)."
+            )
+        noise = variance.sqrt() * self.units(len(variance))[1]
+        return replace(self, noise=tuple(noise.tolist()), estimated=True)
+
+    def noise_scaled(self, factor: float, width: int) -> Gaussian:
+        """Return the likelihood with its noise multiplied by a factor and clamped to the allowed range."""
+        noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
+        return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
+
+    def sums_at_noise(self, sums: Sums) -> Sums:
+        """Return the sums with the curvature of each output divided by its noise variance."""
+        unit = sums.tensors["separate"]  # (D, ...)
+        variance = self.deviation(len(unit)).square().to(unit).view(-1, *[1] * (unit.dim() - 1))
+        return replace(sums, tensors=sums.tensors | {"separate": unit / variance})
+
+    def total_log_likelihood(self, sums: Sums) -> float | None:
+        """Return the log-likelihood of all training targets at this noise level."""
+        if "targets" not in sums.tensors:
+            return None
+        squares, logs, *_ = sums.tensors["targets"].cpu()
+        variance, count = self.deviation(len(squares)).square(), sums.count
+        each = -0.5 * (squares / variance + logs + count * variance.log()) - count * normal_mixtures.HALF_LOG_TAU
+        return float((each - count * self.units(len(squares))[1].log()).sum())
+
+    # Prediction.
+
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
+        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""
+        means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
+        pairs = zip(members.likelihoods, members.outputs, strict=True)
+        noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]
+        variances = [
+            (noise if spread is None else noise + spread.variance()) * divisor.square()
+            for noise, spread, divisor in zip(noises, members.spreads, members.divisors, strict=True)
+        ]
+        shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))  # type: ignore[no-untyped-call]
+        means, variances, noises = ([one.expand(shape) for one in some] for some in (means, variances, noises))
+        return NormalMixture(
+            members.weights,
+            self.in_units(torch.stack(means)),
+            self.variance_in_units(torch.stack(variances)),
+            self.variance_in_units(torch.stack(noises)),
+        )
+
+
+def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().tolist()
+        listed = [value] if is_real(value) else list(value.tolist() if hasattr(value, "tolist") else value)
+        numbers = tuple(math.nan if isinstance(one, (bool, str, bytes)) else float(one) for one in listed)
+    except (TypeError, ValueError, OverflowError):
+        numbers = (math.nan,)
+    low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
+    if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
+        bounds = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
+        raise OptionError(f"{argument} must be a finite number{bounds}, or one such number per output; got {value!r}.")
+    return numbers
+
+
+def _expanded(values: Any, width: int, argument: str) -> Tensor:
+    if len(values) not in (1, width):
+        raise OptionError(f"{argument}: expected one number, or {width} numbers (one per output); got {len(values)}.")
+    return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
+
+
+GAUSSIAN = Gaussian()

@@ -1,0 +1,44 @@
+"""Load a posterior from any folder written by this library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from molaplace.errors import OptionError, StorageError
+from molaplace.fitting import Logits, as_networks
+from molaplace.posterior import MoLA
+from molaplace.saving.files import kind_of
+from molaplace.saving.posterior import load_posterior
+
+
+def load(
+    directory: str | Path,
+    networks: nn.Module | Sequence[nn.Module] | None = None,
+    *,
+    logits: Logits | Sequence[Logits] | None = None,
+) -> MoLA:
+    """Load a saved posterior and attach it to its networks.
+
+    Args:
+        directory: folder written by `posterior.save` or `mola.hub.save`.
+        networks: the networks that were passed to the fit, in the same order; can be omitted for a hub folder that contains
+            transformers networks.
+        logits: function that selects the logits from a network's output, as in `mola.fit`.
+
+    Returns:
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one used in the fit.
+    """
+    from molaplace import hub, whole  # imported on first use, because they need optional packages
+
+    if Path(directory).is_file() and Path(directory).suffix in (".onnx", ".pt2"):
+        raise StorageError(f"{directory} is an exported model. Load it with mola.export.load({str(directory)!r}).")
+    if hub.is_hub_folder(directory):
+        return hub.load(directory, None if networks is None else as_networks(networks, logits))
+    if networks is None:
+        raise OptionError(f"networks: expected the networks of the posterior in {directory}, got None.")
+    if kind_of(directory) == "whole-posterior":
+        return whole.load(directory, networks)
+    return load_posterior(directory, as_networks(networks, logits))

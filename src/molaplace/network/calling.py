@@ -1,0 +1,289 @@
+"""Call any network on any batch.
+
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping that contains `logits`. A loader yields
+batches. A batch is `(inputs, labels)`, inputs alone, or a mapping that holds the labels under the key "labels". Inputs are a tensor, a
+tuple of positional arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include
+labels, so every element of a tuple is a positional argument.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from molaplace.errors import DataError, HeadError, MolaError
+
+Inputs = Any
+"""A tensor, a tuple of tensors (positional arguments), or a mapping of tensors (keyword arguments)."""
+
+LABELS = "labels"
+
+
+class Batch(NamedTuple):
+    """Inputs for a network, with labels if the loader yields them."""
+
+    inputs: Inputs
+    labels: Tensor | None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Disable autocast during the posterior's computations, because autocast is meant only for the networks."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+# --- batches and loaders ----------------------------------------------------------------------------------------------
+
+
+def as_batch(raw: Any, where: str) -> Batch:
+    """Split a loader's batch into inputs and labels; `where` names the batch in messages, as in "batch 3 of the loader"."""
+    inputs, labels = raw, None
+    if isinstance(raw, Mapping):
+        inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
+        if not inputs:
+            raise DataError(
+                f"{where}: expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}."
+            )
+    elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
+        inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
+    elif not isinstance(raw, Tensor):
+        size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
+        numbers = isinstance(raw, list) and not any(map(torch.is_tensor, raw))
+        remedy = (
+            "Pass torch.tensor(...)." if numbers else "Combine several inputs in a tuple: ((first, second), labels)."
+        )
+        raise DataError(
+            f"{where}: expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
+            f"{type(raw).__name__}{size}. {remedy}"
+        )
+    if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
+        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
+    if labels is not None and not isinstance(labels, Tensor):
+        try:
+            labels = torch.as_tensor(labels, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+            ) from error
+    return Batch(inputs, labels)
+
+
+def one_batch(inputs: Inputs) -> Inputs:
+    """Return `inputs` unchanged; raise `DataError` for a list, which counts as an iterable of batches."""
+    if isinstance(inputs, list):
+        raise DataError(
+            "expected one batch, got a list, which counts as an iterable of batches. For several batches, use predict. One batch is a "
+            "tensor, a tuple of positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
+        )
+    return inputs
+
+
+def check_loader(loader: Any, where: str) -> None:
+    """Raise `DataError` if the object cannot be a loader; no batch is read. `where` identifies the object in messages."""
+    tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
+    # A list of tensors is accepted only if all have the same dtype and number of dimensions; in a batch [x, y], these usually
+    # differ.
+    batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
+    if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+        raise DataError(
+            f"the {where}: expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
+            "Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
+
+
+def batch_count(loader: Any) -> int | None:
+    """Return the number of batches in a loader, or None if the loader has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
+    """Return the first batch unchanged, together with an iterator over all batches, including the first."""
+    check_loader(loader, where)
+    remaining = iter(loader)
+    for first in remaining:
+        return first, chain([first], remaining)
+    raise DataError(
+        f"the {where} is empty: it yielded no batches. An iterator can be read only once, so pass the loader itself."
+    )
+
+
+def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
+    """Iterate over the batches of a loader; error messages identify the batch, as in "batch 3 of the {where}".
+
+    Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required` is True.
+    """
+    for index, raw in enumerate(peek(loader, where)[1] if required else iter(loader), first_batch):
+        yield as_batch(raw, f"batch {index} of the {where}")
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+class LogitsOf(nn.Module):
+    """A network followed by a function, such as `lambda output: output[0]`, that extracts the logits from its output."""
+
+    def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
+        super().__init__()
+        # The attribute is named as in torch.compile, because `_orig_mod.` is removed from layer names and checksums.
+        self._orig_mod = network
+        self.logits: Callable[[Any], Any] = logits
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the logits."""
+        return self.logits(self._orig_mod(*arguments, **keywords))
+
+
+def unwrapped(network: nn.Module) -> nn.Module:
+    """Return the network without any `torch.compile` wrapper, so that hooks on its layers run."""
+    while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
+        network = inner
+    return network
+
+
+def signature_of(network: nn.Module) -> inspect.Signature:
+    """Return the signature of the network's `forward` method."""
+    inner = unwrapped(network)
+    return inspect.signature((unwrapped(inner._orig_mod) if isinstance(inner, LogitsOf) else inner).forward)
+
+
+def check_network(network: nn.Module) -> None:
+    """Raise an error if the network is not a module, or if any of its parameters is lazy or on the meta device."""
+    if not isinstance(network, nn.Module):
+        raise HeadError(f"expected the network to be an nn.Module, got {type(network).__name__}.")
+    for name, parameter in network.named_parameters():
+        if is_lazy(parameter):
+            raise DataError(
+                f"{type(unwrapped(network)).__name__} has never been run: its lazy parameters, such as {name!r}, "
+                f"have no shape yet. Run it on one batch and load its trained weights first."
+            )
+        if parameter.device.type == "meta":
+            raise DataError(
+                f"{type(unwrapped(network)).__name__} is on the meta device: its weights, such as {name!r}, have no values. "
+                "Allocate them with network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
+            )
+
+
+def state_checksum(network: nn.Module) -> str:
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a network's state dict."""
+    check_network(network)
+    digest = hashlib.sha256()
+    for name, value in sorted(unwrapped(network).state_dict().items()):
+        if not isinstance(value, Tensor):  # skip the extra state of a module, which may be any object
+            continue
+        digest.update(f"{name.replace('_orig_mod.', '')} {value.dtype} {tuple(value.shape)}\n".encode())
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def evaluating(*networks: nn.Module) -> Iterator[None]:
+    """Put networks in eval mode, and restore the training flag of every module on exit, even after an exception."""
+    for network in networks:
+        check_network(network)
+    # Read all flags before setting any, because setting the flag of a compiled module also sets the flag of the module it wraps.
+    flags = [(module, module.training) for network in networks for module in network.modules()]
+    try:
+        for module, training in flags:
+            if training:
+                module.training = False
+        yield
+    finally:
+        for module, training in flags:
+            if module.training != training:
+                module.training = training
+
+
+def run(network: nn.Module, inputs: Inputs) -> Tensor:
+    """Run a network on its own device and return its logits tensor itself, not a copy."""
+    network = unwrapped(network)
+    if isinstance(inputs, Mapping):
+        inputs = {key: value for key, value in inputs.items() if key != LABELS}
+    own = next(chain(network.parameters(), network.buffers()), None)
+    try:
+        if own is not None:
+            inputs = tree_map_only(Tensor, lambda one: one.to(own.device, non_blocking=True), inputs)
+        if isinstance(inputs, dict) and _takes_keywords(network, inputs):
+            output = network(**inputs)
+        else:
+            output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+    except (MolaError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+        raise DataError(
+            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. Pass inputs of the shape and "
+            f"type on which the network was trained.{_hint(network, inputs)}"
+        ) from error
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        output = output.logits
+    if not isinstance(output, Tensor):
+        keys = f" with the keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        key = next((repr(one) for one in output), "0") if isinstance(output, Mapping) else "0"
+        remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
+        raise HeadError(
+            f"expected the network to return a tensor of logits, or an object or mapping that contains 'logits'; got "
+            f"{type(output).__name__}{keys}. {remedy} a network that returns the logits."
+        )
+    return output
+
+
+# inference_mode is not used, because a network that caches a tensor during the forward pass must remain trainable.
+call = torch.no_grad()(run)
+"""Run a network as `run` does, but without gradients."""
+
+
+def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    # The keys may be arguments of `forward`, as in transformers; otherwise, `forward` takes the whole mapping.
+    try:
+        signature_of(network).bind(**inputs)
+    except TypeError:
+        return False
+    return True
+
+
+def _hint(network: nn.Module, inputs: Inputs) -> str:
+    leaves = tree_leaves(inputs)
+    if any(isinstance(one, np.ndarray) for one in leaves):
+        return " Convert arrays to tensors with torch.from_numpy(inputs)."
+    if any(hasattr(one, "to_numpy") for one in leaves):
+        return " Convert data frames to tensors with torch.tensor(inputs.to_numpy(), dtype=torch.float32)."
+    given = [one.dtype for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    weights = [one.dtype for one in network.parameters() if one.is_floating_point()]
+    if given and weights and not set(given) & set(weights):
+        return f" The weights are {weights[0]}, but the inputs are {given[0]}. Use inputs.to({weights[0]}) or network.to({given[0]})."
+    if isinstance(inputs, tuple) and len(inputs) > 1:
+        return (
+            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
+            "labels, pass only the inputs."
+        )
+    if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
+        return ""
+    known = list(signature_of(network).parameters)
+    foreign = [key for key in inputs if key not in known]
+    return f" Keys become keyword arguments of forward, which accepts {known} but not {foreign}. Pass labels under {LABELS!r}."
+
+
+def _describe(inputs: Inputs) -> str:
+    kinds = (Tensor, np.ndarray)
+    described = tree_map_only(
+        kinds, lambda one: f"shape {tuple(one.shape)} and type {str(one.dtype).removeprefix('torch.')}", inputs
+    )
+    shown = described if isinstance(described, (str, tuple, list, dict)) else f"type {type(described).__name__}"
+    return str(shown).replace("'", "")[:500]

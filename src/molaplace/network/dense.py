@@ -1,0 +1,105 @@
+"""Convert dense outputs, such as one output for each pixel of an image or each token of a text, to rows and back.
+
+A 1x1 convolution applies the same linear map to every pixel, as a linear layer on a sequence does to every token. Each position
+therefore counts as a datum, and all other packages work only with rows of features, outputs and labels. Outputs of shape (n, C) have
+only one position. Dense outputs have one of two layouts:
+
+* channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
+* channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
+
+If each output has its own label, the labels have the same shape as the outputs. Rows are ordered by input and then by position; the
+last axis varies fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molaplace.errors import DataError, OptionError
+from molaplace.options import is_real
+
+IGNORE_INDEX = -100
+"""Label that marks positions to ignore; PyTorch's losses use the same default."""
+
+Positions = str | int
+"""Positions that a fit uses from each input: "all", "average" (all, with each input counted once), or the number to draw at random."""
+
+
+def check_positions(positions: Positions) -> Positions:
+    """Return `positions` if it is "all", "average" or an integer of at least 1; otherwise, raise `OptionError`."""
+    if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
+        return positions
+    raise OptionError(
+        f"positions must be 'all', 'average' or the number of positions to draw from each input (at least 1), got {positions!r}."
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Order and sizes of the output axes.
+
+    `inputs` is the number n of inputs, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1.
+    """
+
+    inputs: int
+    sizes: tuple[int, ...]
+    axis: int
+
+    @staticmethod
+    def of(outputs: Tensor, axis: int) -> Layout:
+        """Return the layout of outputs (n, C), or of dense outputs whose class axis is 1 or -1."""
+        return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
+
+    @property
+    def count(self) -> int:
+        """Number of positions in each input; 1 for outputs of shape (n, C)."""
+        return math.prod(self.sizes)
+
+    def shape(self, width: int) -> tuple[int, ...]:
+        """Return the shape of outputs with `width` classes."""
+        return (self.inputs, width, *self.sizes) if self.axis == 1 else (self.inputs, *self.sizes, width)
+
+    def by_position(self, values: Tensor) -> Tensor:
+        """Reshape outputs or features to (n, positions, width), as a view if possible."""
+        return values.movedim(self.axis, -1).reshape(values.shape[0], self.count, values.shape[self.axis])
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Reshape values (m,) or rows (..., m, width) to the layout of the outputs."""
+        if rows.dim() == 1:
+            return rows.reshape(-1, *self.sizes)
+        values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
+        return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
+
+    def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
+        """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
+
+        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are used only in error messages.
+        """
+        plain = (self.inputs, *self.sizes)
+        if labels.shape == plain:
+            return labels.flatten()
+        # The likelihood checks the width, because a heteroscedastic Gaussian has fewer targets than outputs.
+        if labels.dim() == len(plain) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
+            return self.by_position(labels).flatten(0, 1)
+        remedy = ""
+        if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
+            remedy = " Use nearest-neighbour interpolation to resize the labels to the size of the outputs."
+        raise DataError(
+            f"{where}: expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
+            f"labels of shape {tuple(labels.shape)}.{remedy}"
+        )
+
+
+def drawn_positions(count: int, most: int, index: int) -> Tensor:
+    """Draw up to `most` of `count` positions without replacement, and return them in ascending order.
+
+    The seed is `index`, the index of the input in the data, so the draw does not depend on the batch size.
+    """
+    if count <= most:
+        return torch.arange(count, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(index)
+    return torch.randperm(count, generator=generator, device="cpu")[:most].sort().values

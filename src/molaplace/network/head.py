@@ -1,0 +1,390 @@
+"""Find and check the last linear layer of any network by observing one forward pass.
+
+The head is the linear layer whose output *is* the network's output. It need not be defined last or run last. If a network changes the
+logits after its last linear layer, the error message identifies the layer and the change.
+
+One kind of change is allowed: the layer may run at every position if the network then only selects, averages or interpolates
+positions. For example, the last layer of a language model computes scores of shape (n, T, C), and the network returns only the scores
+at the last token of each text. Similarly, segmentation networks resize the output of a 1x1 convolution to the size of the image.
+During the forward pass, the head's input is appended to its output as additional columns or channels, so that the input at the
+returned positions can be read. Any averaging of positions then applies to input and output alike. Averages whose weights sum to 1
+commute with the layer, so the logits computed from the resized features are exact, as are their variances.
+
+A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
+linear layer. In that case, each position is a datum (see `dense.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from molaplace.errors import DataError, HeadError
+from molaplace.likelihoods import CATEGORICAL, Likelihood
+from molaplace.network.calling import Inputs, call, check_network, unwrapped, without_autocast
+from molaplace.network.dense import IGNORE_INDEX, Layout
+from molaplace.numerics import to_float64
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Layer = nn.Linear | Convolution
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer of a network, represented as a matrix acting on features that include the constant 1.
+
+    Args:
+        name: dotted name of the layer in the network.
+        layer: a linear layer or a 1x1 convolution.
+        every_position: whether the layer runs at every position before the network selects, averages or interpolates positions.
+        dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
+        ignore_index: label that marks positions to ignore in dense training and validation data.
+    """
+
+    name: str
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    every_position: bool = False
+    dense_axes: int = 0
+    ignore_index: int = IGNORE_INDEX
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs C."""
+        return self.layer.out_features if isinstance(self.layer, nn.Linear) else self.layer.out_channels
+
+    @property
+    def inputs(self) -> int:
+        """Number of features, excluding the constant 1."""
+        return self.layer.in_features if isinstance(self.layer, nn.Linear) else self.layer.in_channels
+
+    @property
+    def axis(self) -> int:
+        """Class axis of the layer's output and feature axis of its input: 1 for a convolution and -1 for a linear layer."""
+        return -1 if isinstance(self.layer, nn.Linear) else 1
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias, in which case the features include the constant 1."""
+        return self.layer.bias is not None
+
+    @property
+    def width(self) -> int:
+        """Number of features P, including the constant 1."""
+        return self.inputs + self.has_bias
+
+    def weights(self) -> Tensor:
+        """Return the trained weights (C, P) in float64 on the CPU, with the bias in the last column.
+
+        Call this method inside `evaluating`. In train mode, merely reading a spectrally normalised weight changes the layer.
+        """
+        with torch.no_grad():
+            weight = self.layer.weight.detach().flatten(1).cpu().double()
+            bias = [] if self.layer.bias is None else [self.layer.bias.detach().cpu().double()[:, None]]
+            return torch.cat([weight, *bias], dim=1)
+
+    def lift(self, features: Tensor) -> Tensor:
+        """Convert the layer's inputs (n, P') to float64 features (n, P), which end with the constant 1 if the layer has a bias."""
+        features = to_float64(features)
+        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
+
+
+def same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are identical views of one storage. Addresses are not compared, because traced tensors have none."""
+    return first is second or (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.storage_offset() == second.storage_offset()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    )
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
+    """Inside the block, run `hook(layer, input, output)` after each call to these layers, including calls from other threads."""
+
+    def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
+        # Keywords are optional, because torch may call the hook without them while another thread is registering it.
+        *keywords, output = rest
+        return hook(layer, arguments[0] if arguments else keywords[0]["input"], output)
+
+    handles = [layer.register_forward_hook(run, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return a head's input and output at the positions of the network's output; the head itself runs at every position."""
+    thread, dtypes = threading.get_ident(), [torch.float32]
+
+    def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        dtypes.append(output.dtype)
+        with without_autocast(output.device):  # autocast cannot concatenate tensors of two half-precision dtypes
+            return torch.cat([output, features], dim=head.axis)
+
+    with hooked([head.layer], join):
+        joined = call(network, inputs)
+    if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
+        raise HeadError(
+            f"the network may only select, average or interpolate positions in the output of its head {head.name!r}, "
+            f"but it makes other changes: expected {head.outputs + head.inputs} columns, got an output of shape {tuple(joined.shape)}."
+        )
+    outputs, features = torch.split(joined, [head.outputs, head.inputs], dim=head.axis)
+    return features, outputs.to(dtypes[-1])
+
+
+# --- finding the head -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    name: str
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    shape: torch.Size
+    tensors: tuple[Tensor, Tensor] | None
+    """Input and output; None for dense layers before the last, because storing all feature maps would take too much memory."""
+
+
+def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
+    # Return all modules keyed by name, without the prefix `_orig_mod.`, which torch.compile and LogitsOf add.
+    modules = unwrapped(network).named_modules(remove_duplicate=False)
+    return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
+
+
+def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
+    # Run one forward pass; return its output and all calls to linear and convolutional layers. Of the dense
+    # layers, only the last and those in `keep` have their tensors stored.
+    calls: list[_Call] = []
+    layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
+    names = {id(module): name for name, module in reversed(layers.items())}  # a shared module keeps its first name
+
+    def record(layer: Any, features: Tensor, output: object) -> None:
+        if isinstance(output, Tensor):
+            for before in calls:
+                if len(before.shape) > 2 and output.dim() > 2 and before.name not in keep:
+                    before.tensors = None
+            calls.append(_Call(names[id(layer)], layer, output.shape, (features.detach(), output)))
+
+    with hooked({id(module): module for module in layers.values()}.values(), record):
+        outputs = call(network, inputs)
+    return outputs, calls
+
+
+def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
+    # Return the call whose output is the network's output.
+    for one in reversed(calls):
+        linear = len(one.shape) > 2 or isinstance(one.layer, nn.Linear)
+        if linear and one.tensors is not None and same_tensor(one.tensors[1], outputs):
+            return one
+    return None
+
+
+def find_head(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> Head:
+    """Run one forward pass and find the layer whose output is the network's output. Call this function inside `evaluating(network)`.
+
+    Args:
+        network: a trained network.
+        inputs: one batch of inputs.
+        name: dotted name of the layer that must be the head; by default, the head is found automatically.
+        likelihood: likelihood of the labels given the outputs, used to check the outputs.
+    """
+    check_network(network)
+    network = unwrapped(network)
+    if isinstance(network, torch.jit.ScriptModule):
+        raise HeadError(
+            f"{type(network).__name__} is a TorchScript module, which runs outside Python, so the input of its "
+            f"last layer cannot be read. Pass the original Python module that was scripted or traced."
+        )
+    expected = None if name is None else head_by_name(network, name).layer
+    outputs, calls = _watch(network, inputs)
+    if outputs.dim() <= 2:
+        outputs = likelihood.check_outputs(
+            outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
+        )
+    elif _returned(calls, outputs) is None:
+        # Another layer, such as one for an auxiliary loss, may run after the head. Keep the tensors of all layers whose outputs have
+        # the shape of the network's output.
+        outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
+    found = _returned(calls, outputs)
+    if found is not None:
+        reason = _why_not_linear(found.layer)
+        if reason is not None:
+            raise HeadError(f"the network's output is the output of layer {found.name!r}, which {reason}")
+        features, output = found.tensors or (outputs, outputs)
+        if not _is_linear(found.layer, features, output):
+            raise HeadError(
+                f"the network's output shares memory with the output of layer {found.name!r} but does not equal the layer's "
+                f"weight times its input plus its bias. Either the logits are overwritten in place after the layer, or the layer "
+                f"computes something else. Pass a network that returns the unmodified output of {found.name!r}."
+            )
+        head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
+    else:
+        carried = _carried_head(network, inputs, outputs, calls)
+        if carried is None:
+            raise HeadError(_explain(network, outputs, calls))
+        head = carried
+    if outputs.dim() > 2:
+        some = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
+        likelihood.check_outputs(some, [(head.name, outputs.shape)])
+    if expected is not None and head.layer is not expected:
+        raise HeadError(
+            f"head={name!r} was passed, but the network's output is the output of layer {head.name!r}. "
+            f"Pass head={head.name!r}, or pass None to find the head automatically."
+        )
+    return head
+
+
+@torch.no_grad()
+def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
+    if output.numel() == 0:
+        return True
+    axis = -1 if isinstance(layer, nn.Linear) else 1
+    some = slice(None) if output.dim() == 2 else slice(1)  # a single input provides enough positions
+    features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
+    weight, bias = layer.weight.flatten(1), layer.bias
+    expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
+    if not bool(expected.isfinite().all() & outputs.isfinite().all()):
+        return True  # accept for now; the pass over the loader will raise an error that identifies the batch
+    # The tolerance allows for rounding. Overwritten logits, or a layer that does not compute W x + b, cause larger differences.
+    tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
+    return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
+
+
+def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
+    # Return the last layer after which the network only selects, averages or interpolates positions.
+    dense_axes, tried = outputs.dim() - 2, set()
+    for one in reversed(calls):
+        head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
+        # The head must be a linear layer if the outputs have shape (n, C), and a convolution if they are dense.
+        kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
+        fits = isinstance(one.layer, kind) and 2 < len(one.shape) == axes and one.shape != outputs.shape
+        alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
+        if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
+            continue
+        tried.add(one.name)
+        with suppress(DataError, HeadError):  # on failure, try the next layer; if all fail, _explain reports why
+            features, again = carried_pass(network, head, inputs)
+            same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
+            if same and _is_linear(one.layer, features, again):
+                return head
+    return None
+
+
+# --- heads by name ----------------------------------------------------------------------------------------------------
+
+
+def head_by_name(network: nn.Module, name: str) -> Head:
+    """Return the named linear layer or 1x1 convolution as a head.
+
+    The name is dotted, as in `named_modules`. An empty name refers to the network itself.
+    """
+    if not isinstance(name, str):
+        raise HeadError(f"head must be the dotted name of a layer, such as 'fc'; got {name!r}.")
+    modules = _named_layers(network)
+    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    if name not in modules:
+        raise HeadError(
+            f"head={name!r}: the network has no module with this name. Its linear layers are {linear[-8:]}."
+        )
+    layer = modules[name]
+    if not isinstance(layer, Layer):
+        raise HeadError(
+            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are "
+            f"{linear[-8:]}."
+        )
+    reason = _why_not_linear(layer)
+    if reason is not None:
+        raise HeadError(f"head={name!r} {reason}")
+    return Head(name, layer)
+
+
+def _why_not_linear(layer: Layer) -> str | None:
+    if isinstance(layer, nn.Linear):
+        return None
+    plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
+    # Padding may also be "same" or "valid", both of which add nothing for a kernel of size 1.
+    odd = [
+        f"{name}={getattr(layer, name)}"
+        for name, one in plain.items()
+        if getattr(layer, name) not in (one, (one,) * len(layer.kernel_size), "same", "valid")
+    ]
+    if not odd:
+        return None
+    return (
+        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each position: a 1x1 "
+        f"convolution with stride 1, no padding and groups=1. End the network with such a layer, for example nn.Conv2d(features, "
+        f"classes, 1), and train it."
+    )
+
+
+# --- explaining a missing head -----------------------------------------------------------------------------------------
+
+
+def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
+    kind, shape = type(network).__name__, tuple(outputs.shape)
+    near = [one for one in calls if one.tensors is not None and one.shape == shape]
+    if not near and len(shape) <= 2:
+        near = [one for one in calls if len(one.shape) <= 2 and isinstance(one.layer, nn.Linear)]
+    if near and near[-1].tensors is not None:
+        name = near[-1].name
+        axis = 1 if isinstance(near[-1].layer, Convolution) else -1
+        such = repr(name) if near[-1].shape[axis] == outputs.shape[axis] else f"a linear layer, such as {name!r},"
+        return (
+            f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
+            f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
+            f"{_hidden_layers(network)} Pass a network whose forward method returns the output of {such} unchanged."
+        )
+    last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
+    if len(shape) <= 2:
+        return (
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
+            f"for a posterior.{last}{_hidden_layers(network)} End the network with an nn.Linear that maps features to logits."
+        )
+    return (
+        "expected outputs of shape (batch, classes), or dense outputs of shape (batch, classes, height, width) from a 1x1 "
+        f"convolution or (batch, positions, classes) from a linear layer; got shape {shape} from {kind}."
+        f"{last} Pass a network that returns the output of its last layer without reshaping it."
+    )
+
+
+def _hidden_layers(network: nn.Module) -> str:
+    kinds = {type(module) for module in network.modules()}
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
+        return " The network contains TorchScript modules, whose layers run outside Python and cannot be hooked."
+    if any(".quantized" in kind.__module__ for kind in kinds):
+        return " The network's layers are quantised, so their weights are packed integers. Keep the last layer in floating point."
+    return ""
+
+
+def _change(before: Tensor, after: Tensor, axis: int) -> str:
+    if before.shape != after.shape:
+        several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
+        return f"returns shape {tuple(after.shape)}{', perhaps the concatenated outputs of several heads' if several else ''}"
+    before, after = to_float64(before), to_float64(after)
+    changes = {
+        "copies or converts it": before,
+        "applies a softmax to it": before.softmax(axis),
+        "applies a log-softmax to it": before.log_softmax(axis),
+        "applies a sigmoid to it": before.sigmoid(),
+    }
+    for words, changed in changes.items():
+        if torch.allclose(changed, after, rtol=1e-3, atol=1e-3):
+            return words
+    return "changes it, for example by a temperature"

@@ -1,0 +1,88 @@
+"""Numerical conventions: the head is evaluated in float64, and one seed per call determines all draws.
+
+Rows on a device that does not support float64 (mps) are moved to the CPU. Each call draws one seed from its generator, so every batch
+and every component uses the same random numbers. A prediction therefore does not depend on the rest of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molaplace.errors import OptionError
+
+Generator = torch.Generator | np.random.Generator | None
+"""A source of random numbers; if None, PyTorch's default generator is used."""
+
+SOBOL_DIMENSIONS = 4096
+"""Largest number of dimensions drawn from a Sobol sequence. Beyond this number, the gain in accuracy is negligible and the
+sequence is slow to set up."""
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device for float64 computations: the given device, or the CPU if the device does not support float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Convert a tensor to float64, moving it to the CPU first if its device does not support float64."""
+    return tensor.to(float64_device(tensor.device)).double()
+
+
+def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
+    """Draw standard normals on the CPU in float64, so that the draws are the same on every device."""
+    if isinstance(generator, np.random.Generator):
+        return torch.from_numpy(generator.standard_normal(tuple(shape)))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=32)  # every batch uses the same draws, and tracing stores cached draws as constants
+def sobol_normals(count: int, size: int, seed: int) -> Tensor:
+    """Draw standard normals (count, size) from a scrambled Sobol sequence, which fills space more evenly than random draws.
+
+    A mean over these draws has the same expectation as a mean over random draws, but a smaller error if only a few dimensions
+    matter. `count` must be a power of two.
+    """
+    even = min(size, SOBOL_DIMENSIONS)
+    engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    smallest = torch.finfo(torch.float64).eps
+    points = engine.draw(count, dtype=torch.float64)
+    points[0] = points[0].float()  # torch draws the first point in its default dtype, which the user may have changed
+    normals = torch.special.ndtri(points.clamp(smallest, 1 - smallest))
+    if size == even:
+        return normals
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.cat(
+        [normals, torch.randn(count, size - even, generator=generator, dtype=torch.float64, device="cpu")], dim=1
+    )
+
+
+def seed_from(generator: torch.Generator | None) -> int | None:
+    """Draw one seed from a CPU generator, or return None if there is no generator."""
+    if generator is None:
+        return None
+    check_generator(generator)
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Raise `OptionError` unless the argument is None or a CPU generator."""
+    if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
+        raise OptionError(
+            f"generator must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example."
+        )
+    if generator is not None and generator.device.type != "cpu":
+        raise OptionError(
+            f"generator must be on the CPU, so that draws are the same on every device; got {generator.device}."
+        )
+
+
+def check_seed(seed: int) -> int:
+    """Return the seed; raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
+    return seed

@@ -1,0 +1,66 @@
+"""Checks and conversions of the names and numbers that users pass as options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from numbers import Integral, Real
+from typing import TypeVar
+
+from molaplace.errors import OptionError
+
+Kind = TypeVar("Kind")
+
+
+def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
+    """Return the object with the given name and default settings; if an object of the right kind is given, return it unchanged.
+
+    Any other value raises `OptionError`.
+    """
+    if isinstance(value, kind):
+        return value
+    return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
+
+
+def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
+    """Return the name if it is known, or raise an `OptionError` that lists the known names, followed by the text `otherwise`."""
+    if isinstance(name, str) and name in known:
+        return name
+    names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
+    more = "" if otherwise is None else f", or {otherwise}"
+    raise OptionError(f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}")
+
+
+MEANT = {
+    **dict.fromkeys(("kfac", "k-fac", "kronecker"), "kron"),
+    "regression": "gaussian",
+    **dict.fromkeys(("softmax", "multiclass", "multi-class"), "categorical"),
+    **dict.fromkeys(("multilabel", "multi-label"), "bernoulli"),
+}
+"""Common synonyms, used only for hints."""
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """Return a "Did you mean" hint with the most similar known name, or "" if no name is similar."""
+    if not isinstance(name, str):
+        return ""
+    meant = MEANT.get(name.lower())
+    near = [meant] if meant in known else difflib.get_close_matches(name.lower(), known, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return a count and its noun, such as "1 network" or "3 networks"; `many` is the plural if it is irregular."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def is_real(value: object) -> bool:
+    """Return True for a Python or NumPy number that is not a Boolean."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_number(value: object, argument: str, least: int = 1) -> int:
+    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
+    return int(value)

@@ -1,0 +1,516 @@
+"""Predictions and their uncertainty, for each input or for each position of dense outputs.
+
+Costly fields are computed on first read and then cached. The values do not depend on the order in which fields are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar, Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molaplace.distributed import Team
+from molaplace.errors import DataError, OptionError, importing
+from molaplace.likelihoods import (
+    CATEGORICAL,
+    GAUSSIAN,
+    ClassificationLikelihood,
+    Gaussian,
+    Likelihood,
+    RegressionLikelihood,
+    RegressionPredictive,
+)
+from molaplace.numerics import to_float64
+from molaplace.options import counted, is_real
+from molaplace.uncertainty import entropy
+
+Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
+"""A field of a prediction: a tensor, a function that computes the tensor on first read, or None if the field is unavailable."""
+
+
+class _Fields:
+    axes: ClassVar[dict[str, int]]
+    """For each field name, the axis that indexes the inputs."""
+    axis: int
+    """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
+    likelihood: Any
+    ood_score_name: str
+    held_bytes: int
+    """Number of bytes of features and outputs held to compute the unread fields."""
+    _fields: dict[str, Field]
+
+    def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
+        vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a {type(self).__name__} cannot be changed, but a value was assigned to {name}.")
+
+    def _read(self, name: str) -> Any:
+        value = self._fields[name]
+        if callable(value):
+            # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
+            # inference mode is on.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+                value = self._fields[name] = value()
+        return value
+
+    def _shared(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fields"}
+
+    def _map(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        def changed(name: str, axis: int) -> Field:
+            if self._fields[name] is None:
+                return None
+            if callable(self._fields[name]):
+                return lambda: change(self._read(name), axis)
+            return change(self._read(name), axis)
+
+        return type(self)({name: changed(name, axis) for name, axis in self.axes.items()}, **self._shared())
+
+    def computed(self) -> Self:
+        """Compute every field now and return the prediction."""
+        for name in self.axes:
+            self._read(name)
+        return self
+
+    def cpu(self) -> Self:
+        """Return the same prediction in main memory."""
+        return self._map(lambda values, _: values.cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.computed()  # functions cannot be pickled
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Join the predictions for several batches."""
+        if len(parts) == 1:
+            return parts[0]
+        first, axis = next(iter(cls.axes.items()))
+        shapes = {tuple(part._read(first).shape[axis + 1 :]) for part in parts}
+        if len(shapes) > 1:
+            raise DataError(
+                f"the outputs of the batches have different shapes, {sorted(shapes)}, and cannot be joined. Predict "
+                "batch by batch with predict_batches."
+            )
+
+        def joined(name: str, axis: int) -> Field:
+            if parts[0]._fields[name] is None:
+                return None
+            if any(callable(part._fields[name]) for part in parts):
+                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
+            return torch.cat([part._read(name) for part in parts], dim=axis)
+
+        return cls({name: joined(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
+
+    @classmethod
+    def gather(cls, parts: Sequence[Self], team: Team) -> Self:
+        """Join the predictions of all processes, sorted by rank, and return the result on every rank."""
+        own = cls.concatenate(parts).computed() if parts else None
+        kinds = team.collect(
+            None if own is None else ({name: own._fields[name] is not None for name in cls.axes}, own._shared())
+        )
+        kind = next((one for one in kinds if one is not None), None)
+        if kind is None:
+            raise DataError("the prediction loader is empty on every rank. Pass at least one batch.")
+        present, shared = kind
+        fields: dict[str, Field] = {}
+        for name, axis in cls.axes.items():
+            if present[name]:
+                rows = None if own is None else own._read(name).transpose(0, axis).contiguous()
+                fields[name] = team.gather(rows).transpose(0, axis)
+        return cls(fields, **shared)
+
+    def __len__(self) -> int:
+        first, axis = next(iter(self.axes.items()))
+        return int(self._read(first).shape[axis])
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} is out of range for {len(self)} inputs.")
+            index = slice(index % len(self), index % len(self) + 1)
+        chosen = torch.arange(len(self), device="cpu")[index]
+        return self._map(lambda values, axis: values.index_select(axis, chosen.to(values.device)))
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[index] for index in range(len(self)))
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return all fields as NumPy arrays, keyed by name."""
+        names = dict.fromkeys((*self.axes, *self._derived()))
+        values = {name: getattr(self, name) for name in names}
+        return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
+
+    def _derived(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _frame(self, columns: dict[str, Tensor | None]) -> Any:
+        with importing("to_frame", "pandas", "bench"):
+            import pandas
+        table: dict[str, Any] = {}
+        for name, values in columns.items():
+            if values is None:
+                continue
+            if values.dim() > 2 or (values.dim() == 2 and self.axis == 1):
+                raise OptionError(
+                    "to_frame needs one row per input, but a dense prediction has many positions per input. Use numpy()."
+                )
+            if values.dim() == 1:
+                table[name] = values.cpu().numpy()
+            elif values.shape[1] == 1 and not name.startswith("prob"):
+                table[name] = values[:, 0].cpu().numpy()
+            else:
+                table |= {f"{name}_{column}": values[:, column].cpu().numpy() for column in range(values.shape[1])}
+        return pandas.DataFrame(table)
+
+
+class Prediction(_Fields):
+    """For n inputs, the probabilities of C classes (or of "yes" for C labels) and a decomposition of the uncertainty.
+
+    For dense outputs, probabilities have the same layout as the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have
+    shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
+    """
+
+    axes: ClassVar[dict[str, int]] = {
+        "probs": 0,
+        "mutual_information": 0,
+        "aleatoric": 0,
+        "ood_score": 0,
+        "logit_mean": 1,
+        "logit_variance": 1,
+        "distance": 0,
+        "far_field": 0,
+    }
+    likelihood: ClassificationLikelihood
+
+    def __init__(
+        self,
+        fields: dict[str, Field],
+        *,
+        ood_score_name: str = "max-probability",
+        likelihood: Likelihood = CATEGORICAL,
+        axis: int = -1,
+        held_bytes: int = 0,
+    ) -> None:
+        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis, held_bytes=held_bytes)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities (n, C)."""
+        return self._read("probs")
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Mutual information (n,) between the label and the weights, in nats."""
+        return self._read("mutual_information")
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Uncertainty (n,) in nats that more data would remove: the mutual information plus the entropy added by distance."""
+        known = self._read("aleatoric")
+        return self.mutual_information if known is None else (self.entropy - known).clamp_min(0)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Part of `entropy`, of the same shape, that is due to overlapping classes and that more data would not remove."""
+        known = self._read("aleatoric")
+        return self.entropy - self.mutual_information if known is None else known
+
+    @property
+    def ood_score(self) -> Tensor:
+        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
+        return self._read("ood_score")
+
+    @property
+    def far_field(self) -> Tensor | None:
+        """Far-field score (n,), or None if there are no features."""
+        return self._read("far_field")
+
+    @property
+    def distance(self) -> Tensor | None:
+        """Distance (n,) of the features from the training classes, relative to its median on the validation data.
+
+        With several networks, this is the weighted geometric mean of their distances. Before tuning, it is relative to the root mean
+        square distance of the training data. The value is None if the posterior provides no distances.
+        """
+        return self._read("distance")
+
+    @property
+    def logit_mean(self) -> Tensor | None:
+        """Unscaled logits (K, n, C) of each network."""
+        return self._read("logit_mean")
+
+    @property
+    def logit_variance(self) -> Tensor | None:
+        """Variances (K, n, C) of the unscaled logits."""
+        return self._read("logit_variance")
+
+    @property
+    def label(self) -> Tensor:
+        """Most probable class (n,) or, for multi-label data, the most probable value (n, C) of each label: 1 for yes, 0 for no."""
+        return self._placed(self._choices.argmax(-1))
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of `label`, of shape (n,), or (n, C) for multi-label data."""
+        return self._placed(self._choices.amax(-1))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Total uncertainty in nats (aleatoric plus epistemic), of shape (n,), or (n, C) for multi-label data."""
+        return self._placed(entropy(self._choices))
+
+    @property
+    def _choices(self) -> Tensor:
+        return self.likelihood.choices(self.probs.movedim(self.axis, -1))
+
+    def _placed(self, values: Tensor) -> Tensor:
+        return values if self.likelihood.mutually_exclusive else values.movedim(-1, self.axis)
+
+    def _derived(self) -> tuple[str, ...]:
+        return ("label", "confidence", "entropy", "epistemic")
+
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with one row per input."""
+        names = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+        return self._frame({name: getattr(self, name) for name in names} | {"prob": self.probs})
+
+    def __repr__(self) -> str:
+        outputs, sizes = self.probs.shape[self.axis], self.probs.movedim(self.axis, -1).shape[1:-1]
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
+        kinds = f"{outputs} classes" if self.likelihood.mutually_exclusive else counted(outputs, "label")
+        if not self.probs.numel():
+            return f"Prediction({len(self)} inputs{at}, {kinds})"
+        return (
+            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence {float(self.confidence.mean()):.3f}, mean "
+            f"entropy {float(self.entropy.mean()):.3f}, mean epistemic uncertainty {float(self.epistemic.mean()):.3f})"
+        )
+
+
+class RegressionPrediction(_Fields):
+    """A mixture of K distributions for each of n inputs and D outputs, in the targets' units.
+
+    With a Gaussian likelihood, the distributions are normal.
+    """
+
+    axes: ClassVar[dict[str, int]] = {
+        "component_mean": 1,
+        "component_variance": 1,
+        "component_noise": 1,
+        "ood_score": 0,
+        "distance": 0,
+    }
+    likelihood: RegressionLikelihood
+    weights: Tensor
+
+    def __init__(
+        self,
+        fields: dict[str, Field],
+        *,
+        weights: Tensor,
+        ood_score_name: str = "variance",
+        likelihood: Likelihood = GAUSSIAN,
+        axis: int = -1,
+        held_bytes: int = 0,
+    ) -> None:
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
+        super().__init__(fields, weights=weights, **shared)
+
+    @classmethod
+    def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
+        """Build a prediction from the means (K, n, D) of members that return only means, using the likelihood's noise."""
+        variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
+        noise = variance.expand_as(means).contiguous()
+        fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
+        fields["ood_score"] = disagreement(weights, means, noise)
+        return cls(fields, weights=weights, likelihood=likelihood)
+
+    @classmethod
+    def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
+        """Mix several predictions for the same inputs. Outlier scores and distances are averaged."""
+
+        def averaged(name: str) -> Tensor:
+            values = torch.stack([part._read(name) for part in parts])
+            return torch.einsum("m,m...->...", weights.to(values), values)
+
+        names = ["component_mean", "component_variance", "component_noise"]
+        fields: dict[str, Field] = {name: torch.cat([part._read(name) for part in parts]) for name in names}
+        fields["ood_score"] = averaged("ood_score")
+        if all(part.distance is not None for part in parts):
+            fields["distance"] = averaged("distance")
+        return cls(
+            fields,
+            weights=torch.cat([weight * part.weights for weight, part in zip(weights, parts, strict=True)]),
+            ood_score_name=" + ".join(dict.fromkeys(part.ood_score_name for part in parts)),
+            likelihood=parts[0].likelihood,
+            axis=parts[0].axis,
+        )
+
+    @property
+    def component_mean(self) -> Tensor:
+        """Mean (K, n, D) of each component."""
+        return self._read("component_mean")
+
+    @property
+    def component_variance(self) -> Tensor:
+        """Variance (K, n, D) of each component in float64, including the noise."""
+        return self._read("component_variance")
+
+    @property
+    def component_noise(self) -> Tensor:
+        """Variance (K, n, D) of each component's noise, in float64."""
+        return self._read("component_noise")
+
+    @property
+    def ood_score(self) -> Tensor:
+        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
+        return self._read("ood_score")
+
+    @property
+    def distance(self) -> Tensor | None:
+        """Distance (n,) of the features from the training data, relative to its median on the validation data; None if unknown."""
+        return self._read("distance")
+
+    # Moments are computed in float64, because squares may overflow in float32 even if the values themselves do not.
+
+    def _mixed(self, values: Tensor) -> Tensor:
+        return torch.einsum("k,k...->...", self.weights.to(values), values)
+
+    def _between(self) -> Tensor:
+        means = to_float64(self.component_mean)
+        return self._mixed((means - self._mixed(means)).square())
+
+    def _within(self) -> Tensor:
+        return self._mixed(to_float64(self.component_variance) - to_float64(self.component_noise))
+
+    def _returned(self, values: Tensor) -> Tensor:
+        return values.to(self.component_mean)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean (n, D) of the prediction."""
+        return self._returned(self._mixed(to_float64(self.component_mean)))
+
+    @property
+    def between(self) -> Tensor:
+        """Variance (n, D) of the networks' means, which measures their disagreement."""
+        return self._returned(self._between())
+
+    @property
+    def within(self) -> Tensor:
+        """Variance (n, D) due to uncertain weights and distance from the training data, averaged over the networks, without noise."""
+        return self._returned(self._within())
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Variance (n, D) that more data would remove: the sum of `within` and `between`."""
+        return self._returned(self._within() + self._between())
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Variance (n, D) of the noise, which more data would not remove."""
+        return self._returned(self._mixed(to_float64(self.component_noise)))
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance (n, D) of the prediction: the sum of `aleatoric` and `epistemic`."""
+        return self._returned(self._mixed(to_float64(self.component_variance)) + self._between())
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation (n, D) of the prediction."""
+        return self._returned((self._mixed(to_float64(self.component_variance)) + self._between()).sqrt())
+
+    # The predictive distribution.
+
+    def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
+        try:
+            read = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"expected targets as a tensor or array, got {type(targets).__name__}.") from error
+        if read.is_complex():
+            raise DataError(f"expected real targets, got {read.dtype}.")
+        given, shape = to_float64(read.to(self.component_mean.device)), self.component_mean.shape[1:]
+        if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
+            given = given.unsqueeze(self.axis)
+        if broadcast and given.dim() == 0:
+            given = given.expand(shape)
+        if given.shape != shape:
+            raise DataError(
+                f"expected targets of shape {tuple(shape)}, one for each input and output; got shape {tuple(read.shape)}."
+            )
+        return given
+
+    @property
+    def _mixture(self) -> RegressionPredictive:
+        parts = self.component_mean, self.component_variance, self.component_noise
+        return self.likelihood.mixture_type(self.weights, *parts)
+
+    def log_prob(self, targets: Any) -> Tensor:
+        """Return the joint log density (n,) of each input's targets (n, D), in nats."""
+        given, place = self._targets(targets).movedim(self.axis, -1), self.axis if self.axis == -1 else self.axis + 1
+        parts = (self.component_mean, self.component_variance, self.component_noise)
+        moved = (values.movedim(place, -1) for values in parts)
+        return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
+
+    def cdf(self, values: Any) -> Tensor:
+        """Return the probability (n, D) that a target is less than or equal to `values`, a number or a tensor (n, D)."""
+        return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
+
+    def crps(self, targets: Any) -> Tensor:
+        """Return the continuous ranked probability score (n, D) of the targets, in the targets' units. Lower is better."""
+        return self._returned(self._mixture.crps(self._targets(targets)))
+
+    def quantile(self, level: float) -> Tensor:
+        """Return the values (n, D) below which the targets fall with probability `level`."""
+        if not (is_real(level) and 0 < level < 1):
+            raise OptionError(f"level must lie between 0 and 1, got {level!r}. For the median, pass 0.5.")
+        return self._returned(self._mixture.quantile(float(level)))
+
+    def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return the lower and upper ends (n, D) of the central interval that contains a target with the given probability."""
+        if not (is_real(probability) and 0 < probability < 1):
+            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.")
+        return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
+
+    def _derived(self) -> tuple[str, ...]:
+        return ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
+
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with one row per input."""
+        names = ("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
+        return self._frame({name: getattr(self, name) for name in names})
+
+    def __repr__(self) -> str:
+        count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
+        size = f"{counted(count, 'input')}{at}, {counted(outputs, 'output')}"
+        if not count:
+            return f"RegressionPrediction({size})"
+        share = float((self.epistemic / self.variance).mean())
+        return (
+            f"RegressionPrediction({size}, mean standard deviation {float(self.std.mean()):.4g}, epistemic share of the variance "
+            f"{share:.0%})"
+        )
+
+
+def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
+    """Return the disagreement (n,) among regression members relative to the noise; this is the outlier score if there are no features.
+
+    Args:
+        weights: mixture weights (K,).
+        means: means (K, n, D) of the members.
+        noise: noise variances (K, n, D) of the members.
+    """
+    wide, shares = to_float64(means), to_float64(weights).to(means.device)
+    between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
+    typical = torch.einsum("k,knd->nd", shares, to_float64(noise))
+    return (between / typical).log1p().mean(1).to(means)

@@ -1,0 +1,173 @@
+"""Checkpoints of a fit in progress: the sums so far, the fit's identity and a checksum of its data.
+
+Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bitwise identical result. Comparing
+identities (networks, heads, structure, likelihood) prevents a fit from resuming with the sums of a different fit. A running checksum
+of the batches reveals whether the data have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from molaplace.errors import StorageError
+from molaplace.laplace.sums import Sums
+from molaplace.options import whole_number
+from molaplace.saving.files import DOCUMENT, read_folder, write_folder
+from molaplace.saving.schema import Optional
+
+KIND = "fit-checkpoint"
+SUMS = [{"count": int, "log_likelihood": Optional(float)}]
+PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
+SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
+INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}  # integer dtypes, keyed by the number of bytes per element
+
+
+@dataclass
+class FitProgress:
+    """Sums, counts and checksum of the batches that a fit has processed so far."""
+
+    sums: Sequence[Sums]
+    """Sums over the processed batches, one `Sums` for each network."""
+    batches: int = 0
+    inputs: int = 0
+    """Number of inputs in the processed batches."""
+    used_inputs: int = 0
+    """Number of inputs that contribute rows to the sums. An input whose labels are all missing contributes none."""
+    checksum: str = ""
+    """Checksum of the processed batches, from `batch_checksum`."""
+
+
+class FitCheckpoint:
+    """A folder that stores the progress of a fit.
+
+    Args:
+        folder: folder shared by all processes of the fit, or None to store nothing.
+        every: number of batches between checkpoints.
+        rank: rank of this process; each process stores the sums over its own shard.
+        size: number of processes.
+    """
+
+    def __init__(self, folder: str | Path | None, every: int = 100, rank: int = 0, size: int = 1) -> None:
+        self.every: int = whole_number(every, "checkpoint_every")
+        self.folder: Path | None = None if folder is None else Path(folder)
+        self.size: int = size
+        self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
+
+    def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
+        """Return the progress of an interrupted fit, with the sums on the CPU, or None if there is no checkpoint.
+
+        Raises `StorageError` if the checkpoint belongs to a different fit. The identity is a JSON-serialisable mapping. Its entry
+        "networks" contains a checksum of each network.
+        """
+        if self.folder is None:
+            return None
+        for found in self.folder.glob("rank-*-of-*"):
+            size = found.name.rpartition("-")[2]
+            if size.isdigit() and int(size) != self.size:
+                raise StorageError(
+                    f"{self.folder} is a checkpoint from a fit with {size} processes, but this fit has "
+                    f"{self.size}, so the data are split differently. Use {size} processes, or delete the folder to start again."
+                )
+        if not (self.place / DOCUMENT).exists():
+            return None
+        document, tensors = read_folder(self.place, KIND, SCHEMA)
+        for name in {**document["identity"], **identity}:
+            first, second = document["identity"].get(name), identity.get(name)
+            if first != second:
+                words = "network weights" if name == "networks" else f"{name} ({first} instead of {second})"
+                raise StorageError(
+                    f"{self.folder} is a checkpoint from a fit with different {words}. Pass the networks and options of that "
+                    f"fit, or delete the folder to start again."
+                )
+        foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
+        if foreign or len(document["sums"]) != len(identity["networks"]):
+            raise StorageError(
+                f"{self.place} is damaged: expected finite float64 sums for {len(identity['networks'])} networks. "
+                f"Delete the folder to start again."
+            )
+        return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
+
+    def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
+        """Yield the batches that are not yet included in the sums; raise `StorageError` if the earlier batches have changed."""
+        if self.folder is None:
+            yield from batches
+            return
+        checksum = ""
+        for batch in islice(batches, progress.batches):
+            checksum = batch_checksum(checksum, batch)
+        if checksum != progress.checksum:
+            raise StorageError(
+                f"the training loader does not begin with the {progress.batches} batches in the checkpoint: the data, their order "
+                f"or the batch size has changed. If the fit continued, some data would be counted twice and others "
+                f"not at all. Pass the same data, unshuffled, or delete the checkpoint to start again."
+            )
+        for batch in batches:
+            progress.checksum = batch_checksum(progress.checksum, batch)
+            yield batch
+
+    def save(self, identity: Mapping[str, Any], progress: FitProgress, *, last: bool = False) -> None:
+        """Replace the checkpoint atomically if a new one is due or if `last` is True."""
+        if self.folder is None or not (last or progress.batches % self.every == 0):
+            return
+        entries, tensors = pack_sums(progress.sums)
+        rest = {name: getattr(progress, name) for name in PROGRESS}
+        write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
+
+    def remove(self) -> None:
+        """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
+        if self.folder is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
+            with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
+                self.folder.rmdir()
+
+
+def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return counts and log-likelihoods as JSON, and all tensors keyed by name; each name is prefixed with the component's index."""
+    entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
+    return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
+
+
+def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
+    """Return the sums of each component (the inverse of `pack_sums`)."""
+    return [
+        Sums(
+            {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
+            entry["count"],
+            entry["log_likelihood"],
+        )
+        for index, entry in enumerate(entries)
+    ]
+
+
+def batch_checksum(so_far: str, batch: Any) -> str:
+    """Update the checksum with each tensor of a batch: its shape, its dtype and, for each datum, the sum of its bits.
+
+    The bits are summed as integers, so that the checksum is the same on every machine.
+    """
+    digest = hashlib.sha256(so_far.encode())
+    for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        with suppress(TypeError, ValueError, RuntimeError):  # skip parts, such as text, that cannot become tensors
+            values = torch.as_tensor(part).detach()
+            bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
+            digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+            digest.update(
+                (bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()).cpu().numpy().tobytes()
+            )
+    return digest.hexdigest()

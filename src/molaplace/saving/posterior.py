@@ -1,0 +1,214 @@
+"""Save a posterior as a JSON document and tensors, and restore it with the networks to which it was fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.component import Component, LastLayer
+from molaplace.errors import StorageError
+from molaplace.laplace import STRUCTURES, Structure, Sums, distance_sums
+from molaplace.likelihoods import LIKELIHOODS, Likelihood
+from molaplace.links import LINKS, Link
+from molaplace.network import Head, evaluating, head_by_name, state_checksum
+from molaplace.options import counted
+from molaplace.posterior import MoLA
+from molaplace.saving.files import read_folder, write_folder
+from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
+from molaplace.saving.schema import Optional, check
+from molaplace.scaling import LogitScaling, Reference
+from molaplace.tuning import Tuning
+from molaplace.weights import check_weights
+
+KIND = "posterior"
+REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
+SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
+HEAD = {"name": str, "every_position": bool, "dense_axes": int, "ignore_index": float, "outputs": int, "width": int}
+TUNING = {
+    **dict.fromkeys(("rule", "summary"), str),
+    **{name: [float] for name in ("prior_precision", "noise_factors")},
+    **dict.fromkeys(("temperature", "pooling", "distance_exponent", "onset"), float),
+    **{"notes": [str], "curve": {str: [float]}},
+}
+MIXTURE = {
+    "link": {"name": str},
+    "weighting": str,
+    "weights": [float],
+    "scaling": SCALING,
+    "tuning": Optional(TUNING),
+}
+SCHEMA = {
+    "structure": {"name": str},
+    **MIXTURE,
+    "components": [{"network": str, "head": HEAD, "prior_precision": float, "likelihood": {"name": str}, **SUMS[0]}],
+}
+
+
+def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
+    """Write a posterior, without its networks, to a folder and return the folder's path."""
+    return write_folder(directory, *pack(posterior))
+
+
+def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
+
+    def part(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
+        head = component.head
+        assert head is not None  # every component with a last layer has a head
+        if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
+            raise StorageError(
+                f"networks[{index}]: the weights of head {head.name!r} have changed since the posterior was fitted. Fit again."
+            )
+        described = {name: getattr(head, name) for name in HEAD}
+        return {"head": described, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
+
+    document, tensors = pack_components(posterior, part)
+    structure = describe(posterior.components[0].require_layer("saving").structure, STRUCTURES, "structure")
+    return {"kind": KIND, "structure": structure, **document}, tensors
+
+
+def pack_components(
+    posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a posterior, without its structure, as JSON and tensors. `part` provides additional entries for each component."""
+    layers = [component.require_layer("saving a posterior") for component in posterior.components]
+    entries, tensors = pack_sums([layer.sums for layer in layers])
+    scaling = posterior.scaling
+    reference = None if scaling.reference is None else scaling.reference.as_json()
+    document = {
+        "link": describe(posterior.link, LINKS, "link"),
+        "weighting": posterior.weighting,
+        "weights": posterior.weights.tolist(),
+        "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
+        "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
+    }
+    with evaluating(*posterior.networks):
+        parts = [
+            {"network": state_checksum(one.network), "prior_precision": one.prior_precision}
+            | part(index, one, layers[index])
+            | entries[index]
+            for index, one in enumerate(posterior.components)
+        ]
+    return {**document, "components": parts}, tensors
+
+
+def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
+    """Read a posterior from a folder; raise `StorageError` unless the posterior was fitted to `networks` in this order."""
+    document, tensors = read_folder(directory, KIND, SCHEMA)
+    parts = document["components"]
+    try:
+        structure = rebuild(document["structure"], STRUCTURES, "structure")
+        likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
+        check_networks(networks, [part["network"] for part in parts])
+        components = []
+        with evaluating(*networks):
+            for index, sums in enumerate(unpack_sums(parts, tensors)):
+                network, likelihood, saved = networks[index], likelihoods[index], parts[index]["head"]
+                options = {name: saved[name] for name in ("every_position", "dense_axes")}
+                options["ignore_index"] = int(saved["ignore_index"])
+                head = replace(head_by_name(network, saved["name"]), **options)
+                _check_sums(index, sums, _shapes(structure, likelihood, head, sums.tensors))
+                layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
+                components.append(Component(network, head, layer, parts[index]["prior_precision"], likelihood))
+        return MoLA(*unpack_mixture(document, components))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"the saved posterior contains an invalid value: {error}") from error
+
+
+def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
+    # Return the shape of each sum. Summing over one datum on the meta device yields the shapes without using memory.
+    outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
+    phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
+    groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
+    expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
+    labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
+    distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
+    for optional in (labelled, distances):  # a posterior has either all or none of the sums in a group
+        expected |= optional if any(name in saved for name in optional) else {}
+    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+
+
+def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
+    if sums.count < 1:
+        raise StorageError(
+            f"component {index}: expected a data count of at least 1, got {sums.count}. Save the posterior again."
+        )
+    if shapes.keys() != sums.tensors.keys():
+        raise StorageError(
+            f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(sums.tensors)}. Save the posterior again."
+        )
+    for name, tensor in sums.tensors.items():
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
+            raise StorageError(
+                f"tensor {index}.{name}: expected finite float64 values of shape {shapes[name]}, got shape "
+                f"{tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
+            )
+
+
+def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
+    """Return the arguments needed to construct a `MoLA` from rebuilt components."""
+    count, scaling = len(components), dict(document["scaling"])
+    weights = check_weights(document["weights"], count)
+    if scaling["reference"] is not None:
+        scales, score, energies = (scaling["reference"][name] for name in REFERENCE)
+        lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
+        if lengths != (count, count, 3) or any(len(pair) != 2 for pair in [*scales, *(score or ())]):
+            raise StorageError(
+                f"the saved reference distances do not match {counted(count, 'component')}. Save the posterior again."
+            )
+        scaling["reference"] = Reference.from_json(scaling["reference"])
+    return (
+        components,
+        rebuild(document["link"], LINKS, "link"),
+        weights if document["weighting"] == "given" else document["weighting"],
+        None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
+        LogitScaling(**scaling),
+    )
+
+
+def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
+    """Return the name and settings of a structure, link or likelihood as JSON.
+
+    Raises `StorageError` if the object's class is not in `known`.
+    """
+    if known.get(thing.name) is not type(thing):
+        raise StorageError(
+            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load could not rebuild it."
+        )
+    return {"name": thing.name, **thing.settings()}
+
+
+def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
+    """Rebuild an object from its name and settings (the inverse of `describe`)."""
+    settings = {name: value for name, value in entry.items() if name != "name"}
+    if entry["name"] not in known:
+        raise StorageError(f"unknown {what} {entry['name']!r}; this version of molaplace supports {', '.join(known)}.")
+    kind = known[entry["name"]]
+    # The constructor would accept a value of the wrong type, and the error would surface only much later.
+    types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
+    check(settings, {name: types[name] for name in settings if name in types}, what)
+    return kind(**settings)
+
+
+def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
+    """Raise `StorageError` unless the networks' checksums match the saved checksums, in the same order."""
+    remedy = f"Pass the same {counted(len(checksums), 'network')}, with the order and precision unchanged."
+    if len(networks) != len(checksums):
+        raise StorageError(
+            f"expected the posterior's {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+        )
+    own = [state_checksum(network) for network in networks]
+    for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
+        if found != expected:
+            hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
+            raise StorageError(
+                f"networks[{index}]: the weights differ from the saved weights in their names, shapes, precision "
+                f"or values.{hint} {remedy}"
+            )

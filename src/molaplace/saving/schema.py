@@ -1,0 +1,119 @@
+"""Parse JSON documents of limited size and depth, protect their content with checksums, and validate them against schemas.
+
+A schema is built from the types `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` stands for a
+list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, and `Optional(kind)` for a
+value that may be null.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from molaplace.errors import StorageError
+
+SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
+MAX_DEPTH = 50  # largest nesting depth of lists and objects; deeper nesting could exceed Python's recursion limit later
+MAX_BYTES = 2**26  # largest size of a document in bytes; a document with tuning curves takes about 100 kB
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A schema for a value that may be null."""
+
+    kind: Any
+
+
+def parse(content: bytes | str, name: object) -> Any:
+    """Parse JSON text; raise a `StorageError` that names the file if the text is invalid, too large or too deeply nested."""
+    try:
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
+        value = json.loads(content)
+        check_depth(value)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise StorageError(
+            f"{name} is not readable JSON ({reason}): the file is truncated or was not written by molaplace."
+        ) from error
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise `ValueError` if lists and objects are nested more than `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in document.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document with a checksum of its content; the checksum does not depend on the file's formatting."""
+    plain = json.loads(json.dumps(document))  # as read back from a file, with tuples as lists and keys as strings
+    return {**plain, SEAL: _checksum(plain)}
+
+
+def check_seal(document: Mapping[str, Any], name: object) -> None:
+    """Raise `StorageError` unless the content of a document matches its checksum."""
+    if document.get(SEAL) != _checksum(document):
+        raise StorageError(
+            f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or save it "
+            f"again. To change settings, use Python or `molaplace fit --config`."
+        )
+
+
+def check(value: Any, schema: Any, path: str) -> None:
+    """Raise `StorageError` if a value does not match its schema; the message states the path, the expected kind and the value."""
+    if isinstance(schema, Optional):
+        if value is not None:
+            check(value, schema.kind, path)
+    elif isinstance(schema, list):
+        _require(isinstance(value, list), path, "a list", value)
+        for index, inner in enumerate(value):
+            check(inner, schema[0], f"{path}[{index}]")
+    elif isinstance(schema, dict):
+        _require(isinstance(value, dict), path, "an object", value)
+        for key, kind in schema.items():
+            _require(key is str or key in value, path, f"an entry {key!r}", value)
+            for name in value if key is str else (key,):
+                check(value[name], kind, f"{path}.{name}" if path else name)
+    else:
+        name, valid = KINDS[schema]
+        _require(valid(value), path, name, value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: dict[type, tuple[str, Any]] = {
+    str: ("text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number from 0 to 2**63 - 1", lambda value: _is_int(value) and 0 <= value < 2**63),
+    float: (
+        "a finite number",
+        lambda value: (abs(value) < 2**1023) if _is_int(value) else isinstance(value, float) and math.isfinite(value),
+    ),
+}
+
+
+def _require(valid: bool, path: str, expected: str, value: Any) -> None:
+    if not valid:
+        shown = text if len(text := repr(value)) < 60 else type(value).__name__
+        raise StorageError(f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {shown}.")

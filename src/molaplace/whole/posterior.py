@@ -1,0 +1,207 @@
+"""WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
+
+A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
+instead. A search computes the Jacobians of a few data points at a time and uses them to evaluate all candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from molaplace.component import Component, LastLayer
+from molaplace.distributed import Team
+from molaplace.errors import DataError, OptionError
+from molaplace.laplace import Sums
+from molaplace.likelihoods import ClassificationLikelihood, Likelihood
+from molaplace.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
+from molaplace.outliers import MAX_PROBABILITY, max_probability_score
+from molaplace.posterior import MoLA
+from molaplace.prediction import Prediction
+from molaplace.tuning.held_out import HeldOut, read_held_out
+from molaplace.whole.jacobians import each_logit, size_of, some_of
+from molaplace.whole.structures import WholeStructure
+
+
+def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor:
+    """Return a component's features: the Jacobians (n, C, D) of a few data points in the eigenbasis of its curvature.
+
+    Args:
+        component: component whose network is linearised.
+        inputs: inputs of the data points.
+        outputs: logits (n, C) of the network, in float64.
+    """
+    layer: Any = component.on(outputs.device)
+    if not len(outputs):
+        return outputs.new_zeros(0, layer.structure.outputs, layer.structure.layout.size)
+    with evaluating(component.network), torch.no_grad():
+        rows: Tensor = layer.curvature.coordinates(layer.structure.rows(component.network, inputs, each_logit)[1])
+        return rows
+
+
+def structure_of(component: Component) -> WholeStructure:
+    """Return the structure of a component's curvature, which includes the layout of its weights."""
+    layer = component.require_layer("a posterior over whole networks")
+    assert isinstance(layer.structure, WholeStructure)
+    return layer.structure
+
+
+def make_component(
+    network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
+) -> Component:
+    """Build the component for one network from its curvature sums."""
+    layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
+    return Component(network, None, layer, prior_precision, likelihood)
+
+
+@dataclass(frozen=True)
+class CapturedInputs(Captured):
+    """The inputs and outputs of one pass through a network."""
+
+    inputs: Inputs = None
+    component: Component | None = None
+    most: int = 1
+    """Largest number of data points whose Jacobians are in memory at once."""
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the coordinates (m, C, D) and outputs (m, C) of a few data points at a time, in float64."""
+        assert self.component is not None
+        size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
+        for start in range(0, max(total, 1), size):
+            part = slice(start, min(start + size, total))
+            yield coordinates(self.component, some_of(self.inputs, part, total), every[part]), every[part]
+
+
+@dataclass(frozen=True)
+class HeldInputs(HeldOut):
+    """Held-out data whose inputs are kept in memory while candidates are compared."""
+
+    batches: Sequence[tuple[Inputs, int]] = ()
+    """Inputs and size of each batch."""
+    components: Sequence[Component] = ()
+    most: int = 1
+    """Largest number of data points whose Jacobians are in memory at once."""
+
+    def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
+        """Yield the coordinates and outputs of every network, and the labels, for a few data points at a time."""
+        size, start = max(1, min(size, self.most)), 0
+        for inputs, count in self.batches:
+            for first in range(0, count, size):
+                part = slice(first, min(first + size, count))
+                whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
+                outputs = [one[whole] for one in self.outputs]
+                rows = [coordinates(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
+                yield Rows(rows, outputs), None if self.labels is None else self.labels[whole]
+            start += count
+
+
+class WholeMoLA(MoLA):
+    """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit` and `mola.whole.load`.
+
+    The networks are linearised around their trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
+    C backward passes through each network.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of uncertain weights in each network."""
+        return tuple(component.require_layer("a size").weights.numel() for component in self.components)
+
+    def _most(self) -> int:
+        structures = [structure_of(one) for one in self.components]
+        return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
+
+    def why_no_distances(self) -> str:
+        """Explain why this posterior provides no distances."""
+        return "a posterior over whole networks provides no distances from the training data. Use mola.fit, which computes distances."
+
+    # --- predict ----------------------------------------------------------------------------------------------------
+
+    def capture(self, inputs: Inputs) -> list[Captured]:
+        """Run every network once, and store the inputs together with the outputs."""
+        captured, most = super().capture(inputs), self._most()
+        return [
+            CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)
+            for one, component in zip(captured, self.components, strict=True)
+        ]
+
+    @property
+    def ood_score_name(self) -> str:
+        """Name of the outlier score."""
+        return MAX_PROBABILITY
+
+    def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
+        """Return the prediction for captured passes. All fields are computed together, because the Jacobians dominate the cost."""
+        assert isinstance(self.likelihood, ClassificationLikelihood)
+        found = []
+        for rows in self.chunks(captured):
+            probs = self.predictive(rows, seed).point()
+            found.append(
+                {
+                    "probs": probs,
+                    "mutual_information": self.mutual_information(rows, seed),
+                    "ood_score": max_probability_score(probs, self.likelihood),
+                    "logit_mean": torch.stack(list(rows.outputs)),
+                    "logit_variance": self.logit_variance(rows),
+                }
+            )
+        outputs = captured[0].outputs
+        kind, device = torch.promote_types(outputs.dtype, torch.float32), outputs.device
+        joined = {name: torch.cat([part[name] for part in found], int(name.startswith("logit"))) for name in found[0]}
+        fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
+        return Prediction(fields, likelihood=self.likelihood)
+
+    def far_field_limit(self, inputs: Tensor) -> NoReturn:
+        """Raise `OptionError`, because the paper's far-field limit holds for last layers only."""
+        raise OptionError(
+            "the far-field limit holds only for last-layer posteriors, but this posterior covers all layers. Use mola.fit."
+        )
+
+    # --- tune -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        loader: Iterable[Any] | HeldOut,
+        where: str,
+        *,
+        labelled: bool | None,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> HeldOut:
+        """Run the networks once on each batch of a loader, and keep the inputs, outputs and labels."""
+        if isinstance(loader, HeldOut):
+            return super().read(loader, where, labelled=labelled)
+        check_loader(loader, where)
+        kept: list[tuple[Inputs, int]] = []
+
+        def remembered() -> Iterator[Any]:
+            for index, raw in enumerate(loader):
+                batch = as_batch(raw, f"batch {index} of the {where}")
+                # Copy the inputs, because a loader may reuse their memory for the next batch.
+                copies = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch.inputs)
+                kept.append((copies, size_of(copies)))
+                yield raw
+
+        heads = [None] * len(self.components)
+        options: dict[str, Any] = {"where": where, "labelled": labelled, "progress": progress, "team": team}
+        data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
+        if sum(size for _, size in kept) != len(data):
+            raise DataError(
+                f"the {where}: expected one row of logits for each datum, got {len(data)} rows for {sum(size for _, size in kept)} "
+                f"data. The first dimension of every input must be the batch dimension."
+            )
+        return HeldInputs(**vars(data), batches=kept, components=self.components, most=self._most())
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Save everything except the networks, for loading with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
+        from molaplace.whole.files import save_whole
+
+        return save_whole(self, directory)

@@ -1,0 +1,211 @@
+r"""Structures of the generalised Gauss-Newton matrix over all weights of a network, and their eigenbases.
+
+Let :math:`\Lambda = S S^\top` be the output curvature of a datum and J its Jacobian. Then :math:`H = \sum_n (S^\top J)^\top
+(S^\top J)`. K-FAC (Martens and Grosse, 2015; the "expand" variant of Eschenhagen et al., 2023) approximates the block of a layer
+with inputs a and gradients g at T positions by
+
+.. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
+
+This approximation is exact for a single datum with T = 1. The exact H over all weights is the special case of a single layer whose
+gradients are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without any layers. A
+`WholeCurvature` holds an orthogonal basis of the weight space and an eigenvalue h for each direction. With the Jacobians' coordinates
+z (n, C, D) in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.errors import DataError, OptionError
+from molaplace.laplace import Curvature, Structure, Sums
+from molaplace.laplace.base import Precision, as_column, contrasts, eigensystem
+from molaplace.network import Inputs
+from molaplace.numerics import Generator, standard_normals
+from molaplace.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
+
+NAMES = ("kron", "diag", "full", "subnetwork")
+
+JITTER = 1e-9
+"""Jitter added to the diagonal of the centred covariance before its Cholesky decomposition, relative to the mean diagonal entry. The
+covariance has low rank if only a few weights are uncertain."""
+
+
+class JacobianRows(NamedTuple):
+    """Jacobian rows along R directions: the factors for each layer, and the rows (n, R, S) for the S remaining weights."""
+
+    layers: list[Factors]
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class WholeStructure(Structure):
+    """An approximation to the Gauss-Newton matrix for the weights in a layout.
+
+    Args:
+        layout: the weights that the matrix covers, and their order.
+        outputs: number of classes.
+        name: "kron" (K-FAC for the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
+            exact matrix) or "subnetwork" (the exact matrix of some weights).
+    """
+
+    layout: WeightLayout
+    outputs: int
+    name: str
+
+    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, JacobianRows]:
+        """Return the logits (n, C) and the Jacobian rows along the given directions, for a few data points."""
+        layers = [block.layer for block in self.layout.blocks if block.layer is not None]
+        if layers:
+            return self._factored_rows(network, layers, inputs, directions)
+        names = [name for block in self.layout.blocks for name in block.names]
+        outputs, found = jacobians(network, names, inputs, directions)
+        flat = self.layout.flat(found, 2)
+        if self.name in ("kron", "diag"):
+            return outputs, JacobianRows([], flat)
+        return outputs, JacobianRows([Factors(flat[..., None], flat.new_ones(len(flat), 1, 1))], flat[..., :0])
+
+    def _factored_rows(
+        self, network: nn.Module, layers: list[str], inputs: Inputs, directions: Directions
+    ) -> tuple[Tensor, JacobianRows]:
+        others = WeightLayout(self.layout.blocks[len(layers) :])
+        outputs, factors = layer_factors(network, layers, inputs, directions)
+        rest = outputs.new_zeros(len(outputs), outputs.shape[1], 0)
+        if others.blocks:
+            names = [block.names[0] for block in others.blocks]
+            rest = others.flat(jacobians(network, names, inputs, directions)[1], 2)
+        known = [one for one in factors if one is not None]
+        if len(known) < len(layers):
+            raise DataError(
+                f"layer {layers[factors.index(None)]!r} was called exactly once per pass during fitting, but not in this pass. "
+                f"If the number of calls varies, fit with structure='diag'."
+            )
+        return outputs, JacobianRows(known, rest)
+
+    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
+        """Return B (O, O) and A (I, I) for each layer, and the sum of squares for each of the S remaining weights.
+
+        The rows must be taken along the directions from `curvature_roots`.
+        """
+        found = {"rest": phi.rest.square().sum((0, 1))}
+        for index, (gradients, inputs) in enumerate(phi.layers):
+            by_output, by_input = gradients.transpose(0, 2).flatten(1), inputs.transpose(0, 1).flatten(1)
+            found[f"gradients.{index}"] = by_output @ by_output.T
+            found[f"inputs.{index}"] = by_input @ by_input.T / inputs.shape[2]
+        return found
+
+    def solve(self, sums: Sums) -> WholeCurvature:
+        """Return the eigenvalues, and the eigenbases of both factors of each layer."""
+        bases, values = [], []
+        for index in range(len(sums.tensors) // 2):
+            above, left = eigensystem(sums.tensors[f"gradients.{index}"])
+            across, right = eigensystem(sums.tensors[f"inputs.{index}"] / sums.count)
+            bases.append((left, right))
+            values.append(torch.outer(above, across).flatten())
+        every = torch.cat([*values, sums.tensors["rest"].cpu()])
+        return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
+
+    def bytes(self, features: int, outputs: int) -> int:
+        """Return the number of bytes that the sums and eigenbases occupy."""
+        squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
+        return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
+
+
+@dataclass(frozen=True)
+class WholeCurvature(Curvature):
+    """Eigenvalues (D,) of the Gauss-Newton matrix, and eigenbases (O, O) and (I, I) of each layer's factors.
+
+    The eigenbasis of all other weights is the identity. In the methods, phi denotes the coordinates (n, C, D) of the Jacobians.
+    """
+
+    values: Tensor
+    bases: tuple[tuple[Tensor, Tensor], ...]
+
+    def coordinates(self, rows: JacobianRows) -> Tensor:
+        """Return the Jacobian rows (n, R, D) in the eigenbasis. The factors are rotated before they are multiplied."""
+        pairs = zip(rows.layers, self.bases, strict=True)
+        return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
+
+    def rotated_back(self, coordinates: Tensor) -> Tensor:
+        """Convert coordinates (D,) in the eigenbasis to a deviation (D,) of the uncertain weights."""
+        sizes = [len(left) * len(right) for left, right in self.bases]
+        *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
+        pairs = zip(self.bases, parts, strict=True)
+        return torch.cat(
+            [*((left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs), rest]
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same curvature on another device."""
+        bases = tuple((left.to(device), right.to(device)) for left, right in self.bases)
+        return replace(self, values=self.values.to(device), bases=bases)
+
+    @staticmethod
+    def _centred(phi: Tensor, *, centred: bool) -> Tensor:
+        return phi - phi.mean(1, keepdim=True) if centred else phi
+
+    def inverse(self, precision: Precision) -> Tensor:
+        """Return the eigenvalues (..., D) of the posterior covariance."""
+        return 1 / (self.values + as_column(precision, self.values, 1))
+
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Return the variance of each logit, `sum_d z_cd^2 / (h_d + lambda)`."""
+        inverse = self.inverse(precision)
+        squares = self._centred(phi, centred=centred).square()
+        variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
+        return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
+
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Return the covariance of the logits, `z diag(1 / (h + lambda)) z'`."""
+        coordinates = self._centred(phi, centred=centred)
+        return (coordinates * self.inverse(precision)) @ coordinates.mT
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normal variables per draw, one for each contrast of the logits."""
+        return self.outputs - 1
+
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Return draws with the centred covariance, computed from its Cholesky root in the basis of contrasts."""
+        basis = contrasts(self.outputs).to(self.values)
+        seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
+        scale = seen.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(seen.dtype).tiny)
+        root = torch.linalg.cholesky(seen / scale + JITTER * torch.eye(self.noise_size).to(seen)) * scale.sqrt()
+        return (noise @ root.mT) @ basis.T
+
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
+        """Draw deviations (count, D) of the uncertain weights from their trained values."""
+        scale = self.inverse(precision).sqrt()
+        noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
+        return torch.stack([self.rotated_back(one * scale) for one in noise])
+
+    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the linearised logits under random draws of the weights."""
+        scale = self.inverse(precision).sqrt()
+        draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # drawn lazily
+        return torch.stack([phi @ one for one in draws], 1)
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
+        return (self.values + precision).log().sum()
+
+    def divided(self, by: float) -> Self:
+        """Return the curvature divided by a number."""
+        return replace(self, values=self.values / by)
+
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """Raise `OptionError`, because only a posterior over last layers supports this method."""
+        _refuse("a feature norm")
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """Raise `OptionError`, because only a posterior over last layers supports this method."""
+        _refuse("the covariance of one class's weights")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise OptionError(
+        f"only a posterior over last layers has {what}, but this posterior is over whole networks. Use mola.fit."
+    )
