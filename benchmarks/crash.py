@@ -40,9 +40,9 @@ from tqdm.auto import tqdm
 from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.app.cli import app
-from molaplace.lab.models import build_network
+from molaplace.cli import app
 from molaplace.saving.weights import save_weights
+from molaplace_lab.models import build_network
 
 FAILURES = ("lost", "half-written", "differs")
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}

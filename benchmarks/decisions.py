@@ -42,13 +42,13 @@ from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace.compare.activations_file import HeadOnly
 from molaplace.decisions.abstain import abstain_threshold
 from molaplace.decisions.calibration import Calibration
 from molaplace.decisions.sets import prediction_sets
 from molaplace.errors import DataError, MolaWarning
-from molaplace.lab.data.clinc150 import embed, load_clinc150
-from molaplace.lab.suite import DataOptions
+from molaplace_lab.activations_file import HeadOnly
+from molaplace_lab.data.clinc150 import embed, load_clinc150
+from molaplace_lab.suite import DataOptions
 
 CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)

@@ -21,10 +21,10 @@ from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor
 
 import molaplace as mola
-from molaplace.baselines.temperature import fit_temperature
-from molaplace.lab.suite import DataOptions
+from molaplace.calibration import fit_temperature
 from molaplace.metrics import auroc, expected_calibration_error, negative_log_likelihood
-from molaplace.tuning import HeldOut
+from molaplace.rules import HeldOut
+from molaplace_lab.suite import DataOptions
 
 GROUP, HALF, SEED = 5, 2, 7
 """Number of networks in a group, number of groups used to choose the rule, and seed of the split for the other groups."""

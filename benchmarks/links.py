@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace import links, metrics
-from molaplace.lab.suite import DataOptions
 from molaplace.uncertainty import expected_sigmoid
+from molaplace_lab.suite import DataOptions
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
 def on_real_logits(experiment: Experiment) -> dict[str, Any]:
     """Compute all rows of the record."""
     plain = mola.ensemble(experiment.head)
-    scaled = mola.baselines.temperature_scaled([experiment.head], experiment.validation)
+    scaled = mola.calibration.temperature_scaled([experiment.head], experiment.validation)
     rows, spreads = [], []
     tuned = [scores(experiment, "none", PLAIN, plain), scores(experiment, "none", "temperature scaling", scaled)]
     for structure in REAL_STRUCTURES:

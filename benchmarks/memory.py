@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace.laplace import Kron, Sums, as_structure
 from molaplace.likelihoods import Categorical
+from molaplace.structures import Kron, Sums, as_structure
 
 INPUTS, BATCH = 784, 256
 CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
@@ -121,7 +121,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
     """Alternate between fits by both processes and fits by rank 0 alone, during which the other process waits."""
-    from molaplace.lab.models import lenet
+    from molaplace_lab.models import lenet
 
     torch.manual_seed(0)
     networks = [lenet().eval(), lenet().eval()]

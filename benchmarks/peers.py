@@ -63,7 +63,7 @@ def mlp(outputs: int, bias: bool) -> nn.Sequential:
 
 
 def lenet_with(outputs: int, bias: bool) -> nn.Sequential:
-    from molaplace.lab.models import lenet
+    from molaplace_lab.models import lenet
 
     network = lenet()
     network[-1] = nn.Linear(84, outputs, bias=bias)

@@ -141,13 +141,13 @@ class Setting:
 
 
 def lenet() -> nn.Module:
-    from molaplace.lab.models import lenet
+    from molaplace_lab.models import lenet
 
     return lenet()
 
 
 def resnet20() -> nn.Module:
-    from molaplace.lab.models import resnet20
+    from molaplace_lab.models import resnet20
 
     return resnet20()
 
@@ -179,9 +179,9 @@ SETTINGS = (
 
 
 def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
-    from molaplace.lab.data.catalogue import load_images
-    from molaplace.lab.data.images import normalisation
     from molaplace.saving.weights import load_weights
+    from molaplace_lab.data.catalogue import load_images
+    from molaplace_lab.data.images import normalisation
 
     network = resnet20()
     load_weights(network, networks / "00.safetensors")

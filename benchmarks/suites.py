@@ -4,10 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from molaplace.compare.activations_file import Stored
-from molaplace.lab.activations import Activations, Network, open_networks
-from molaplace.lab.suite import DataOptions, Source
-from molaplace.lab.suites.registry import find_suite
+from molaplace_lab.activations import Activations, Network, open_networks
+from molaplace_lab.activations_file import Stored
+from molaplace_lab.suite import DataOptions, Source
+from molaplace_lab.suites.registry import find_suite
 
 MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 
-from molaplace.compare.report.numbers import BY_CONFIDENCE, Numbers, On
-from molaplace.compare.report.reading import SuiteResults, read_suites
-from molaplace.compare.report.suite_tables import suite_tables
-from molaplace.compare.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
-from molaplace.lab.uci import METHODS, as_good, gap_table, read_records, score_table
+from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
+from molaplace.report.reading import SuiteResults, read_suites
+from molaplace.report.suite_tables import suite_tables
+from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
+from molaplace_lab.uci import METHODS, as_good, gap_table, read_records, score_table
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"

@@ -3,7 +3,7 @@
     python examples/mimo_mola.py
 
 A MIMO network takes three digits at once and has a head for each digit. At test time, it is given the same digit three times, and its
-heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation to each head. This example
+heads form an ensemble at the cost of one network. `molaplace_lab.mimo.mimo_mola` fits a Laplace approximation to each head. This example
 compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
 'molaplace[bench]'`.
 """
@@ -15,9 +15,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import molaplace as mola
+import molaplace_lab.mimo
 from molaplace import metrics
-from molaplace.lab.data.embedded import natural_patches, uniform_noise
-from molaplace.lab.training import train_mimo
+from molaplace_lab.data.embedded import natural_patches, uniform_noise
+from molaplace_lab.training import train_mimo
 
 MEMBERS = 3
 EPOCHS = 60
@@ -70,7 +71,7 @@ def main() -> None:
     shuffled = Shuffled(*train_set)
 
     # Build one network with three inputs and three heads from this architecture, and train it from scratch.
-    mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
+    mimo = molaplace_lab.mimo.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
@@ -80,8 +81,8 @@ def main() -> None:
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,
-        "MIMO-MoLA": mola.baselines.mimo_mola(mimo, [train_set], [val_set]),
-        "MIMO-MoLA, kron": mola.baselines.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
+        "MIMO-MoLA": molaplace_lab.mimo.mimo_mola(mimo, [train_set], [val_set]),
+        "MIMO-MoLA, kron": molaplace_lab.mimo.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
     }
     outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
 

@@ -151,7 +151,7 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
 @pytest.fixture
 def _blank_figures(monkeypatch) -> None:
     """Leave the figures of reports empty. test_report.py, test_demo.py and test_cli_work.py draw them."""
-    from molaplace.compare.report import style, writing
+    from molaplace.report import style, writing
 
     monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "", "", "<svg ></svg>\n", b""))
 

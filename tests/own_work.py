@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from molaplace.app.jobs.evaluate import EvaluateOptions
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.folder import PosteriorFolder, open_posterior
-from molaplace.app.jobs.job import Job
-from molaplace.app.jobs.predict import PredictOptions
-from molaplace.lab.data.folder import Preparation
-from molaplace.lab.data.images import NORMALISATIONS
+from molaplace.cli.jobs.evaluate import EvaluateOptions
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.cli.jobs.job import Job
+from molaplace.cli.jobs.predict import PredictOptions
 from molaplace.saving.schema import sealed
 from molaplace.saving.weights import save_weights
+from molaplace_lab.data.folder import Preparation
+from molaplace_lab.data.images import NORMALISATIONS
 
 
 def with_job(folder: Path, text: str) -> Path:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import molaplace as mola
-from molaplace.compare.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
-from molaplace.lab.data.embedded import two_moons
-from molaplace.lab.training import mlp
+from molaplace.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
+from molaplace_lab.data.embedded import two_moons
+from molaplace_lab.training import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1

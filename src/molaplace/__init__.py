@@ -12,7 +12,7 @@ from molaplace.prediction import Prediction, RegressionPrediction
 
 if TYPE_CHECKING:
     from molaplace import (
-        baselines,
+        calibration,
         distributed,
         errors,
         export,
@@ -37,7 +37,7 @@ __all__ = [
     "RegressionPrediction",
     "abstain_threshold",
     "alarm_threshold",
-    "baselines",
+    "calibration",
     "distributed",
     "ensemble",
     "errors",
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "baselines",
+    "calibration",
     "distributed",
     "errors",
     "export",
@@ -67,7 +67,7 @@ _MODULES = (
     "structures",
     "whole",
 )
-_HOMES = ("errors", "rules", "structures", "links", "likelihoods", "baselines")
+_HOMES = ("errors", "rules", "structures", "links", "likelihoods", "calibration")
 _LAZY = {
     "MolaClassifier": "molaplace.sklearn",
     "MolaRegressor": "molaplace.sklearn",

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the `molaplace` command; on an expected error, print a one-line message to stderr and exit with code 1."""
     warnings.showwarning = _show_warning
     try:
-        from molaplace.app.cli import app
+        from molaplace.cli import app
 
         app()
     except MolaError as error:
@@ -40,7 +40,7 @@ def _show_warning(
 ) -> None:
     # Show the library's own warnings without the file name and source line.
     if issubclass(category, MolaWarning):
-        from molaplace.app.options import in_flags
+        from molaplace.cli.options import in_flags
 
         sys.stderr.write(f"molaplace: note: {in_flags(str(message))}\n")
     else:

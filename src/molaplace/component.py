@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import OptionError
-from molaplace.laplace import ClassDistance, Curvature, Spread, Structure, Sums, check_precision
 from molaplace.likelihoods import Gaussian, Likelihood
 from molaplace.network import Head
+from molaplace.structures import ClassDistance, Curvature, Spread, Structure, Sums, check_precision
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from molaplace.component import Component, LastLayer, per_component
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.laplace import Structure, Sums, as_structure, check_precision, check_size, distance_sums
 from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
@@ -38,8 +37,9 @@ from molaplace.network import (
 )
 from molaplace.numerics import float64_device
 from molaplace.posterior import MoLA
+from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
-from molaplace.tuning import Rule, as_rule
+from molaplace.structures import Structure, Sums, as_structure, check_precision, check_size, distance_sums
 from molaplace.weights import check_weighting
 
 Logits: TypeAlias = "Callable[[Any], Tensor]"

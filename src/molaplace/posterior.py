@@ -19,7 +19,6 @@ from molaplace import bounds
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
 from molaplace.errors import BoundError, DataError, OptionError, located
-from molaplace.laplace import Spread
 from molaplace.likelihoods import (
     ClassificationLikelihood,
     Gaussian,
@@ -46,9 +45,10 @@ from molaplace.outliers import (
     outlier_score,
 )
 from molaplace.prediction import Prediction, RegressionPrediction, disagreement
+from molaplace.rules import Rule, Tuning, as_rule
+from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.scaling import NO_COVARIANCE, Candidates, FeatureScale, LogitScaling, Reference
-from molaplace.tuning import Rule, Tuning, as_rule
-from molaplace.tuning.held_out import HeldOut, read_held_out
+from molaplace.structures import Spread
 from molaplace.uncertainty import entropy, epistemic_share
 from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 

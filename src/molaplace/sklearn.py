@@ -22,8 +22,8 @@ from molaplace.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
 from molaplace.options import is_real, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
+from molaplace.rules import Tuning, as_rule
 from molaplace.scaling import FeatureScale
-from molaplace.tuning import Tuning, as_rule
 
 with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

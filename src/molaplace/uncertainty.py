@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood, mixed
 from molaplace.numerics import sobol_normals
+from molaplace.structures.base import Spread
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two and at

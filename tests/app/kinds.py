@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from molaplace.app.cli import app
-from molaplace.app.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.cli import app
+from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
 
 NAMES = {
     "classes": ("low", "middle", "high"),

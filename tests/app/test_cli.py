@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.app.cli import app
-from molaplace.app.cli.progress import showing_progress
+from molaplace.cli import app
+from molaplace.cli.progress import showing_progress
 from tests.forked_python import run_python
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from molaplace.app.jobs.arrays import open_arrays
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.preparation import Intake
-from molaplace.app.jobs.rows import Account, Loader
-from molaplace.app.jobs.sets import Own, open_set
+from molaplace.cli.jobs.arrays import open_arrays
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.jobs.rows import Account, Loader
+from molaplace.cli.jobs.sets import Own, open_set
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import molaplace as mola
-from molaplace.app.jobs.decisions import kept_calibration, make_decisions, saved_columns
-from molaplace.app.jobs.export import ExportOptions, run_export
+from molaplace.cli.jobs.decisions import kept_calibration, make_decisions, saved_columns
+from molaplace.cli.jobs.export import ExportOptions, run_export
 from molaplace.errors import StorageError
 from molaplace.saving.files import write_folder
 from molaplace.saving.posterior import pack

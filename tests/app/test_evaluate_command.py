@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.app.cli import app
-from molaplace.app.jobs import evaluate
-from molaplace.app.jobs.decisions import alarm
-from molaplace.app.jobs.evaluate import run_evaluate
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.folder import open_posterior
-from molaplace.app.jobs.preparation import Intake
-from molaplace.app.jobs.regression import networks_alone, noise_factors
-from molaplace.app.jobs.sets import open_set, overlap
-from molaplace.compare.report.words import evaluation_findings, method_words
+from molaplace.cli import app
+from molaplace.cli.jobs import evaluate
+from molaplace.cli.jobs.decisions import alarm
+from molaplace.cli.jobs.evaluate import run_evaluate
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.jobs.regression import networks_alone, noise_factors
+from molaplace.cli.jobs.sets import open_set, overlap
 from molaplace.errors import MolaWarning
+from molaplace.report.words import evaluation_findings, method_words
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
@@ -139,7 +139,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
     assert any("weights" in note for note in result.notes) == (mixing == "stacking") == (max(weights) > min(weights))
     train, val = ([desk.inputs(split)] for split in ("train", "val"))
     networks, quiet = desk.networks(count), {"progress": False}
-    scaled = mola.baselines.temperature_scaled
+    scaled = mola.calibration.temperature_scaled
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "MAP-T": scaled(networks[0], val, **quiet),
@@ -175,13 +175,13 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
 
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)
 def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
-    """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.baselines.scale_noise."""
+    """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.calibration.scale_noise."""
     posterior, likelihood = kind.open().posterior, mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
     train, (val, targets) = kind.data("train"), kind.data("val")
     plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
     alone = networks_alone(posterior, posterior.predict(val), 2)
     assert_close(alone.component_noise[:, 0].double().sqrt(), plain.noise, "difference")
-    scaled = mola.baselines.scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
+    scaled = mola.calibration.scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
     held_out = posterior.read([(val, targets)], "validation data", labelled=True)
     noise = alone.component_noise[:, 0].double().sqrt() * noise_factors(posterior, held_out, 2)
     # One factor for all networks, which have different noises: about the same noise on average.

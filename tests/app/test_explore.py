@@ -25,20 +25,20 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.__main__ import main
-from molaplace.app.explore import ExploreOptions
-from molaplace.app.explore.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
-from molaplace.app.explore.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.preparation import Intake
-from molaplace.app.options import to_toml
+from molaplace.cli.explorer import ExploreOptions
+from molaplace.cli.explorer.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
+from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
-from molaplace.lab.data.images import NORMALISATIONS
+from molaplace_lab.data.images import NORMALISATIONS
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, with_job
 from tests.pages import Page
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'molaplace[explore]' to test the explorer.")
-from molaplace.app.explore.page import METHODS, Explorer, controls
+from molaplace.cli.explorer.page import METHODS, Explorer, controls
 
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""

@@ -88,7 +88,7 @@ class Page:
 
     def shows(self, picture, **changes):
         """Wait until the page shows what is predicted for a picture, or for the example of that number."""
-        from molaplace.app.explore.page import percent
+        from molaplace.cli.explorer.page import percent
 
         image = self.explorer.subject.examples[picture][1] if isinstance(picture, int) else picture
         expected = [percent(share) for _, _, share in self.explorer.answer(image, changes)["methods"]]
@@ -118,9 +118,9 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(fitted, desk):
-    from molaplace.app.explore import ExploreOptions
-    from molaplace.app.explore.page import Explorer
-    from molaplace.app.explore.subject import open_subject
+    from molaplace.cli.explorer import ExploreOptions
+    from molaplace.cli.explorer.page import Explorer
+    from molaplace.cli.explorer.subject import open_subject
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk.root)

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import molaplace as mola
-from molaplace.app.explore import ExploreOptions
-from molaplace.app.explore.subject import open_subject
-from molaplace.app.jobs.folder import open_posterior
+from molaplace.cli.explorer import ExploreOptions
+from molaplace.cli.explorer.subject import open_subject
+from molaplace.cli.jobs.folder import open_posterior
 from molaplace.errors import OptionError
 from tests.app.kinds import LOCATION, OPTIONS, SCALE, run
 from tests.closeness import assert_close

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.folder import open_posterior
-from molaplace.app.jobs.job import Job
-from molaplace.app.jobs.networks import build_networks, folder_hints
-from molaplace.app.jobs.preparation import Intake, make_intake
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.jobs.job import Job
+from molaplace.cli.jobs.networks import build_networks, folder_hints
+from molaplace.cli.jobs.preparation import Intake, make_intake
 from molaplace.errors import HeadError, MissingExtraError, OptionError, StorageError
-from molaplace.lab.models import build_network
 from molaplace.saving.weights import save_weights
+from molaplace_lab.models import build_network
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, build, job_for
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.folder import open_posterior
-from molaplace.app.jobs.networks import build_networks
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.jobs.networks import build_networks
 from molaplace.errors import OptionError, StorageError
 from molaplace.hub import FORMAT
-from molaplace.lab.imported import import_builder, import_function
+from molaplace_lab.imported import import_builder, import_function
 from tests.own_work import job_for, make_desk, with_job
 
 OWN_WORD_OR_TRUST = r"name it on the command line: --(network|val) \S+\. .*add --trust"

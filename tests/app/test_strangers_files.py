@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import molaplace as mola
-from molaplace.app.jobs.networks import build_networks
+import molaplace_lab.models
+from molaplace.cli.jobs.networks import build_networks
 from molaplace.errors import OptionError, StorageError
-from molaplace.lab.networks import timm_builder
 from molaplace.saving.weights import load_weights, read_state
+from molaplace_lab.networks import timm_builder
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -66,7 +66,7 @@ def test_storages_of_absurd_size_are_refused_in_words(tmp_path, count):
 
 def test_weights_that_are_stretched_are_refused_in_words(tmp_path):
     """One number can stand for a million million, and for so many classes."""
-    state = {name: value.clone() for name, value in mola.lab.models.build_network("mlp", 10).state_dict().items()}
+    state = {name: value.clone() for name, value in molaplace_lab.models.build_network("mlp", 10).state_dict().items()}
     last = list(state)[-1]
     state[last] = torch.zeros(1).expand(10**12)
     torch.save(state, tmp_path / "wide.pt")

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.app.cli import app
-from molaplace.app.jobs.evaluate import run_evaluate
-from molaplace.app.jobs.folder import open_posterior
+from molaplace.cli import app
+from molaplace.cli.jobs.evaluate import run_evaluate
+from molaplace.cli.jobs.folder import open_posterior
 from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.own_work import make_desk, to_evaluate

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.app.jobs.networks import build_networks
+from molaplace.cli.jobs.networks import build_networks
 from molaplace.errors import OptionError
-from molaplace.lab.data.images import NORMALISATIONS, normalisation
-from molaplace.lab.models import MODELS
-from molaplace.laplace import STRUCTURES, as_structure
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.links import LINKS, as_link
-from molaplace.tuning import RULES, as_rule
+from molaplace.rules import RULES, as_rule
+from molaplace.structures import STRUCTURES, as_structure
 from molaplace.weights import check_weighting
+from molaplace_lab.data.images import NORMALISATIONS, normalisation
+from molaplace_lab.models import MODELS
 
 TAKERS = {
     "structure": (STRUCTURES, as_structure),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from molaplace.compare.activations_file import Stored, TensorFile, write_rows
 from molaplace.errors import DataError, StorageError
+from molaplace_lab.activations_file import Stored, TensorFile, write_rows
 
 
 def tensors(count=2500, width=3, classes=4, seed=0):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from molaplace import metrics
-from molaplace.compare.answers import SCORES, Answer, outlier_scores
-from molaplace.compare.leads import lead
-from molaplace.compare.report.estimate import Estimate, is_clear, leaders
-from molaplace.compare.results import labelled_result, outlier_result
-from molaplace.measurement import area_between, mean_of
-from molaplace.tally import Tally
+from molaplace.evaluation.answers import SCORES, Answer, outlier_scores
+from molaplace.evaluation.leads import lead
+from molaplace.evaluation.measurement import area_between, mean_of
+from molaplace.evaluation.results import labelled_result, outlier_result
+from molaplace.evaluation.tally import Tally
+from molaplace.report.estimate import Estimate, is_clear, leaders
 from tests.closeness import assert_close
 
 

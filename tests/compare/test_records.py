@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from molaplace.__main__ import main
-from molaplace.compare.record import Record
-from molaplace.compare.report.page import SuiteReport, suites_page
-from molaplace.compare.report.reading import read_suites
-from molaplace.compare.report.suite_tables import suite_tables
 from molaplace.errors import StorageError
+from molaplace.evaluation.record import Record
+from molaplace.report.page import SuiteReport, suites_page
+from molaplace.report.reading import read_suites
+from molaplace.report.suite_tables import suite_tables
 from tests.made_up_results import QUALITY, make_store, record
 
 

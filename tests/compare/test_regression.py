@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from molaplace.compare.answers import Answer
-from molaplace.compare.regression import LEVELS, NOMINAL, RegressionAnswer
-from molaplace.compare.results import differences, labelled_result, measured, outlier_leads, outlier_result
+from molaplace.evaluation.answers import Answer
+from molaplace.evaluation.regression import LEVELS, NOMINAL, RegressionAnswer
+from molaplace.evaluation.results import differences, labelled_result, measured, outlier_leads, outlier_result
+from molaplace.evaluation.tally import Tally
 from molaplace.likelihoods import BERNOULLI
 from molaplace.prediction import RegressionPrediction
-from molaplace.tally import Tally
 
 
 def said(count, outputs=2, components=3, seed=0, wide=1.0):

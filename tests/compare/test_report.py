@@ -14,15 +14,16 @@ import pytest
 from rich.console import Console
 
 from molaplace.__main__ import main
-from molaplace.compare.leads import Lead
-from molaplace.compare.record import Comparison, SetInfo
-from molaplace.compare.report import paper_numbers
-from molaplace.compare.report.figures import suite_figures
-from molaplace.compare.report.page import SuiteReport, evaluation_page, suites_page
-from molaplace.compare.report.reading import read_suites
-from molaplace.compare.report.single_run_tables import evaluation_tables
-from molaplace.compare.report.suite_tables import suite_tables
-from molaplace.compare.report.tables import (
+from molaplace.errors import OptionError
+from molaplace.evaluation.leads import Lead
+from molaplace.evaluation.record import Comparison, SetInfo
+from molaplace.report import paper_numbers
+from molaplace.report.figures import suite_figures
+from molaplace.report.page import SuiteReport, evaluation_page, suites_page
+from molaplace.report.reading import read_suites
+from molaplace.report.single_run_tables import evaluation_tables
+from molaplace.report.suite_tables import suite_tables
+from molaplace.report.tables import (
     MISSING,
     Column,
     as_latex,
@@ -30,10 +31,9 @@ from molaplace.compare.report.tables import (
     make_table,
     print_table,
 )
-from molaplace.compare.report.words import suite_findings
-from molaplace.compare.report.writing import write_report
-from molaplace.compare.store import Store
-from molaplace.errors import OptionError
+from molaplace.report.words import suite_findings
+from molaplace.report.writing import write_report
+from molaplace_lab.store import Store
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 from tests.pages import Page
 

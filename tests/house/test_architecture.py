@@ -49,12 +49,12 @@ def test_importing_mola_costs_little_more_than_torch():
     """Counted in modules, not in seconds: `import molaplace` loads no third-party module beyond torch and the core dependencies."""
     code = (
         "import sys, torch.distributed.nn, numpy.random, safetensors.torch, tqdm.auto; before = set(sys.modules); import molaplace as mola; "
-        "print(' '.join(sorted(set(sys.modules) - before))); import molaplace.lab.models; print(' '.join(sys.modules))"
+        "print(' '.join(sorted(set(sys.modules) - before))); import molaplace_lab.models; print(' '.join(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     added, everything = (line.split() for line in said.splitlines())
     assert [name for name in added if name.split(".")[0] != "molaplace"] == []
-    outer = tuple(f"mola.{floor}" for floor in FLOORS)
+    outer = tuple(f"molaplace.{floor}" for floor in FLOORS)
     assert [name for name in added if name.startswith(outer)] == [], "what only benchmarks need"
     assert len(added) < 130
     assert HEAVY.isdisjoint(name.split(".")[0] for name in everything), "an extra, for the library or for its networks"
@@ -63,7 +63,7 @@ def test_importing_mola_costs_little_more_than_torch():
 def test_public_names_are_documented():
     for name in mola.__all__:
         assert getattr(mola, name).__doc__, name
-    for module in ("rules", "structures", "links", "likelihoods", "baselines", "export", "whole", "errors"):
+    for module in ("rules", "structures", "links", "likelihoods", "calibration", "export", "whole", "errors"):
         public = getattr(mola, module)
         for name in getattr(public, "__all__", ()):
             assert getattr(public, name).__doc__, f"mola.{module}.{name}"

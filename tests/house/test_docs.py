@@ -20,8 +20,8 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.__main__ import main
-from molaplace.lab.models import lenet
 from molaplace.saving.weights import save_weights
+from molaplace_lab.models import lenet
 from tests.own_work import make_desk
 
 ROOT = Path(__file__).resolve().parents[2]

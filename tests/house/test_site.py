@@ -60,7 +60,7 @@ MODULES = {
     "structures": None,
     "links": ("Probit", "CentredProbit", "MeanField", "Bridge", "MonteCarlo", "Link"),
     "likelihoods": ("Categorical", "Bernoulli", "Gaussian", "Likelihood"),
-    "baselines": None,
+    "calibration": None,
     "whole": None,
     "export": ("onnx", "torch_export", "load"),
     "hub": ("save", "load"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.compare.report.numbers import BY_CONFIDENCE, Numbers, On
-from molaplace.compare.report.reading import read_suites
+from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
+from molaplace.report.reading import read_suites
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

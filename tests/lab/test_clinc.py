@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from molaplace.app.cli import app
-from molaplace.compare.store import Store
+from molaplace.cli import app
 from molaplace.errors import DataError, OptionError
-from molaplace.lab.data.clinc150 import WIDTH, embed, load_clinc150
-from molaplace.lab.suite import DataOptions
-from molaplace.lab.suites.clinc import CLINC
+from molaplace_lab.data.clinc150 import WIDTH, embed, load_clinc150
+from molaplace_lab.store import Store
+from molaplace_lab.suite import DataOptions
+from molaplace_lab.suites.clinc import CLINC
 from tests.closeness import assert_close
 
 WORDS = ["red", "blue", "east", "west", "pear", "cat", "dog", "sun", "sea", "ice", "ten", "six", "map"]

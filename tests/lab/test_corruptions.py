@@ -14,9 +14,9 @@ from PIL import Image
 from scipy import ndimage
 
 from molaplace.errors import DataError, OptionError
-from molaplace.lab.corruptions.catalogue import BY_NAME, CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
-from molaplace.lab.corruptions.filters import Streams
-from molaplace.lab.corruptions.weather import synthetic_frost
+from molaplace_lab.corruptions.catalogue import BY_NAME, CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
+from molaplace_lab.corruptions.filters import Streams
+from molaplace_lab.corruptions.weather import synthetic_frost
 
 DETERMINISTIC = {
     *("defocus_blur", "zoom_blur", "gaussian_blur", "brightness", "contrast", "pixelate", "jpeg_compression"),

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from molaplace.app.cli import app
-from molaplace.compare.demo_result import DEFAULT, METHODS, PAPER, DemoSettings
-from molaplace.compare.report.writing import write_demo
-from molaplace.lab.demo import NEAR, run_demo
+from molaplace.cli import app
+from molaplace.evaluation.demo_result import DEFAULT, METHODS, PAPER, DemoSettings
+from molaplace.report.writing import write_demo
+from molaplace_lab.demo import NEAR, run_demo
 from tests.pages import Page
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
@@ -26,11 +26,11 @@ def runs():
     """A demo that shows something, and a tiny demo twice."""
     # All here, because only here do they see the same default precision: other tests run in float64.
     with pytest.MonkeyPatch.context() as patch:  # fewer points: they take most of the time
-        patch.setattr("molaplace.lab.demo.SCALES", np.logspace(0, 6, 7))
-        patch.setattr("molaplace.lab.demo.PRECISIONS", np.logspace(-16, 4, 11))
+        patch.setattr("molaplace_lab.demo.SCALES", np.logspace(0, 6, 7))
+        patch.setattr("molaplace_lab.demo.PRECISIONS", np.logspace(-16, 4, 11))
         result = run_demo(SMALL)
-        patch.setattr("molaplace.lab.demo.SCALES", np.array([1.0, 1e3, 1e6]))
-        patch.setattr("molaplace.lab.demo.PRECISIONS", np.array([1e-8, 1.0]))
+        patch.setattr("molaplace_lab.demo.SCALES", np.array([1.0, 1e3, 1e6]))
+        patch.setattr("molaplace_lab.demo.PRECISIONS", np.array([1e-8, 1.0]))
         return result, run_demo(TINY), run_demo(TINY)
 
 
@@ -140,7 +140,7 @@ def test_the_page_holds_every_figure_and_loads_nothing(result, tmp_path):
 
 @pytest.mark.usefixtures("_blank_figures")
 def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path, monkeypatch):
-    monkeypatch.setattr("molaplace.app.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
+    monkeypatch.setattr("molaplace.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
     outcome = CliRunner().invoke(app, ["demo", "--seed", "7", "--output", str(tmp_path / "deep" / "out")])
     assert outcome.exit_code == 0, outcome.output
     for area in outliers(result, "noise")[1].values():

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from molaplace.errors import DataError
-from molaplace.lab.data import catalogue
-from molaplace.lab.data.catalogue import DATASETS, load_images
-from molaplace.lab.data.download import Download, fetch
+from molaplace_lab.data import catalogue
+from molaplace_lab.data.catalogue import DATASETS, load_images
+from molaplace_lab.data.download import Download, fetch
 from tests.lab.test_datasets import colour, grey, holds, idx, records
 
 pytest.importorskip("pooch")

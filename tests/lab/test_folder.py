@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.lab.data.catalogue import load_images
-from molaplace.lab.data.folder import CENTRE_224, Preparation, imagenet_c_folder, open_folder, open_imagenet
-from molaplace.lab.data.images import NORMALISATIONS
+from molaplace_lab.data.catalogue import load_images
+from molaplace_lab.data.folder import CENTRE_224, Preparation, imagenet_c_folder, open_folder, open_imagenet
+from molaplace_lab.data.images import NORMALISATIONS
 
 RANDOM = np.random.default_rng(0)
 

@@ -13,16 +13,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.app.cli import app
-from molaplace.compare.store import Store
-from molaplace.lab import activations as storing
-from molaplace.lab.activations import Activations
-from molaplace.lab.comparisons import methods_of
-from molaplace.lab.corruptions.catalogue import corrupt
-from molaplace.lab.networks import open_named
-from molaplace.lab.runner import Plan, run_suite
-from molaplace.lab.suite import DataOptions
-from molaplace.lab.suites.imagenet import IMAGENET
+from molaplace.cli import app
+from molaplace_lab import activations as storing
+from molaplace_lab.activations import Activations
+from molaplace_lab.comparisons import methods_of
+from molaplace_lab.corruptions.catalogue import corrupt
+from molaplace_lab.networks import open_named
+from molaplace_lab.runner import Plan, run_suite
+from molaplace_lab.store import Store
+from molaplace_lab.suite import DataOptions
+from molaplace_lab.suites.imagenet import IMAGENET
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
@@ -198,9 +198,7 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-IN_SLICES = (
-    "import molaplace.lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
-)
+IN_SLICES = "import molaplace_lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
 """The `molaplace` command, with slices that a few images fill more than one of."""
 
 

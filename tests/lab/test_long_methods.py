@@ -6,17 +6,18 @@ import pytest
 import torch
 
 import molaplace as mola
-from molaplace.baselines import MultiSwag, mimo_mola
-from molaplace.compare.store import Store
 from molaplace.errors import OptionError, StorageError
-from molaplace.lab.activations import Activations, open_networks
-from molaplace.lab.cost import measure_cost
-from molaplace.lab.long_methods import fit_mimo, fit_swag
-from molaplace.lab.networks import Training, find_networks, train_networks
-from molaplace.lab.runner import Plan, run_suite
-from molaplace.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
-from molaplace.lab.training import member_seeds
 from molaplace.metrics import auroc, negative_log_likelihood
+from molaplace_lab.activations import Activations, open_networks
+from molaplace_lab.cost import measure_cost
+from molaplace_lab.long_methods import fit_mimo, fit_swag
+from molaplace_lab.mimo import mimo_mola
+from molaplace_lab.networks import Training, find_networks, train_networks
+from molaplace_lab.runner import Plan, run_suite
+from molaplace_lab.store import Store
+from molaplace_lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
+from molaplace_lab.swag import MultiSwag
+from molaplace_lab.training import member_seeds
 from tests.closeness import assert_close
 from tests.lab.test_runner import SUITE, build, sources
 
@@ -78,7 +79,7 @@ def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
     folder, records = finished
     for method in ("swag", "mimo"):
-        monkeypatch.setattr(f"molaplace.lab.training.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
+        monkeypatch.setattr(f"molaplace_lab.training.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
     again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
     for key, record in again.items():
         assert record.labelled == records[key].labelled

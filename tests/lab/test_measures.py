@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from molaplace.compare.answers import Answer, outlier_scores
-from molaplace.lab.measures import best_threshold, human_labels, rank_correlation, rejection
+from molaplace.evaluation.answers import Answer, outlier_scores
 from molaplace.uncertainty import entropy
+from molaplace_lab.measures import best_threshold, human_labels, rank_correlation, rejection
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.baselines import Mimo, mimo_mola
 from molaplace.errors import DataError, MolaWarning, OptionError, StorageError
-from molaplace.lab.training import Labelled, Shuffled, train_mimo
-from molaplace.lab.training.mimo import member_rows
 from molaplace.rules import Threshold
+from molaplace_lab.mimo import Mimo, mimo_mola
+from molaplace_lab.training import Labelled, Shuffled, train_mimo
+from molaplace_lab.training.mimo import member_rows
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 

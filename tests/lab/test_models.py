@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from molaplace.errors import StorageError
-from molaplace.lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
 from molaplace.saving.weights import load_weights
+from molaplace_lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
 from tests.closeness import assert_close
 from tests.conftest import require_shared
 

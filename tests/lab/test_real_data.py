@@ -8,7 +8,7 @@ from benchmarks.suites import open_suite
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.lab.suite import DataOptions
+from molaplace_lab.suite import DataOptions
 from tests.conftest import require_shared
 
 OUTLIERS = {"svhn": "SVHN", "cifar100": "CIFAR-100"}
@@ -48,7 +48,7 @@ def rows(unpacked, tmp_path_factory):
             stored = suite.read(slice(count))
             heads, validation = stored["train"].heads, stored["validation"]
             found[plain] = measured(mola.ensemble(heads), stored)
-            scaled = mola.baselines.temperature_scaled(heads, validation, progress=False)
+            scaled = mola.calibration.temperature_scaled(heads, validation, progress=False)
             found[f"{plain}, temperature"] = measured(scaled, stored)
             for structure in ("kron", "kron-exact"):
                 posterior = mola.fit(heads, stored["train"], structure=structure, progress=False)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from molaplace.app.jobs.evaluate import run_evaluate
-from molaplace.app.jobs.fit import run_fit
-from molaplace.app.jobs.folder import open_posterior
-from molaplace.app.jobs.job import Job
-from molaplace.compare.results import METRICS
-from molaplace.compare.store import Store
+from molaplace.cli.jobs.evaluate import run_evaluate
+from molaplace.cli.jobs.fit import run_fit
+from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.jobs.job import Job
 from molaplace.errors import MolaWarning
-from molaplace.lab.activations import open_networks
-from molaplace.lab.comparisons import COMPARISONS, methods_of
-from molaplace.lab.networks import find_networks
-from molaplace.lab.suites.registry import find_suite
+from molaplace.evaluation.results import METRICS
+from molaplace_lab.activations import open_networks
+from molaplace_lab.comparisons import COMPARISONS, methods_of
+from molaplace_lab.networks import find_networks
+from molaplace_lab.store import Store
+from molaplace_lab.suites.registry import find_suite
 from tests.conftest import require_shared
 from tests.own_work import to_evaluate
 

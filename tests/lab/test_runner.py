@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.compare.methods import LastLayer
-from molaplace.compare.record import Record
-from molaplace.compare.store import Store
-from molaplace.lab.activations import Activations, open_networks
-from molaplace.lab.comparisons import methods_of
-from molaplace.lab.data.images import Images, normalisation
-from molaplace.lab.networks import Training, check_networks, find_networks, train_networks
-from molaplace.lab.runner import Plan, run_suite
-from molaplace.lab.suite import DataOptions, Suite, TrainingData
-from molaplace.lab.suites.image_sources import image_source
-from molaplace.lab.training import Labelled, Recipe, mlp
+from molaplace.evaluation.record import Record
+from molaplace_lab.activations import Activations, open_networks
+from molaplace_lab.comparisons import methods_of
+from molaplace_lab.data.images import Images, normalisation
+from molaplace_lab.methods import LastLayer
+from molaplace_lab.networks import Training, check_networks, find_networks, train_networks
+from molaplace_lab.runner import Plan, run_suite
+from molaplace_lab.store import Store
+from molaplace_lab.suite import DataOptions, Suite, TrainingData
+from molaplace_lab.suites.image_sources import image_source
+from molaplace_lab.training import Labelled, Recipe, mlp
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 

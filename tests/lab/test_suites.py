@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from molaplace.__main__ import main
-from molaplace.app.cli import app
-from molaplace.compare.store import Store
-from molaplace.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
-from molaplace.lab.suite import DataOptions
-from molaplace.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
+from molaplace.cli import app
+from molaplace_lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
+from molaplace_lab.store import Store
+from molaplace_lab.suite import DataOptions
+from molaplace_lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from tests.forked_python import start_python, wait_for
 from tests.lab.test_datasets import colour, records, write_idx
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.baselines import MultiSwag, Swag, scale_noise
-from molaplace.baselines.swag import Moments
+from molaplace.calibration import scale_noise
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace.lab.training import fit_multi_swag, fit_swag
 from molaplace.likelihoods import Bernoulli, Gaussian
 from molaplace.saving.schema import sealed
+from molaplace_lab.swag import Moments, MultiSwag, Swag
+from molaplace_lab.training import fit_multi_swag, fit_swag
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.baselines import Mimo
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace.lab.data.embedded import two_moons
-from molaplace.lab.training import (
+from molaplace_lab.data.embedded import two_moons
+from molaplace_lab.mimo import Mimo
+from molaplace_lab.training import (
     Labelled,
     Recipe,
     Shuffled,

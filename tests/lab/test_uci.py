@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace.lab.training import Recipe
-from molaplace.lab.uci import (
+from molaplace_lab.training import Recipe
+from molaplace_lab.uci import (
     METHODS,
     SETS,
     as_good,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import molaplace as mola
+from molaplace.rules.scores import mean_scores
 from molaplace.scaling import NO_COVARIANCE
-from molaplace.tuning.scores import mean_scores
 
 
 def trained(seed, inputs, labels, steps=120):

@@ -8,7 +8,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning
-from molaplace.tuning.class_order import CHANCE, check_class_order, check_label_order
+from molaplace.rules.class_order import CHANCE, check_class_order, check_label_order
 
 CLASSES = 3
 ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]

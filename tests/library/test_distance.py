@@ -10,9 +10,9 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import MolaWarning, OptionError
-from molaplace.laplace import ClassDistance, Sums, distance_sums
 from molaplace.links import LINKS
 from molaplace.rules import Distance, Score
+from molaplace.structures import ClassDistance, Sums, distance_sums
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.baselines import McDropout
 from molaplace.errors import DataError, OptionError
+from molaplace_lab.dropout import McDropout
 from tests.conftest import make_problem
 
 

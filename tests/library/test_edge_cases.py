@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.laplace import ClassDistance, Sums
-from molaplace.tuning.scores import paired
+from molaplace.rules.scores import paired
+from molaplace.structures import ClassDistance, Sums
 from tests.closeness import assert_close
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.laplace import STRUCTURES as KNOWN
-from molaplace.laplace import Sums
-from molaplace.laplace.base import laplacian
-from molaplace.laplace.kron_diag import graph_of_degrees
+from molaplace.structures import STRUCTURES as KNOWN
+from molaplace.structures import Sums
+from molaplace.structures.base import laplacian
+from molaplace.structures.kron_diag import graph_of_degrees
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 from tests.library.problems import relative

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from molaplace import metrics
-from molaplace.measurement import (
+from molaplace.evaluation.measurement import (
     area_between,
     calibration_error,
     mean_area_of_labels,

@@ -10,9 +10,10 @@ from torch import nn
 
 import molaplace as mola
 from molaplace import normal_mixtures
-from molaplace.baselines import McDropout, scale_noise
+from molaplace.calibration import scale_noise
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import Bernoulli, Gaussian
+from molaplace_lab.dropout import McDropout
 
 
 def network(outputs=2, seed=0):

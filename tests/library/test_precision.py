@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.laplace import ClassDistance, Sums, distance_sums
 from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
+from molaplace.structures import ClassDistance, Sums, distance_sums
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 from tests.library.problems import close, data, loader, networks

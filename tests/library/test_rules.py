@@ -11,10 +11,9 @@ from molaplace import metrics
 from molaplace.errors import MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
-from molaplace.rules import Distance, Evidence, Outliers, Score, Threshold
-from molaplace.tuning import RULES
-from molaplace.tuning.scores import mean_scores
-from molaplace.tuning.search import grid_value
+from molaplace.rules import RULES, Distance, Evidence, Outliers, Score, Threshold
+from molaplace.rules.scores import mean_scores
+from molaplace.rules.search import grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks

@@ -12,14 +12,14 @@ from torch import nn
 import molaplace as mola
 from molaplace.component import Component
 from molaplace.errors import OptionError, StorageError
-from molaplace.laplace import Diag, Full, Kron, KronDiag, KronExact
 from molaplace.likelihoods import Bernoulli, Categorical, Gaussian
 from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from molaplace.posterior import MoLA
+from molaplace.rules import Tuning
 from molaplace.saving.posterior import load_posterior, save_posterior
 from molaplace.saving.schema import sealed
 from molaplace.scaling import FeatureScale, LogitScaling, Reference
-from molaplace.tuning import Tuning
+from molaplace.structures import Diag, Full, Kron, KronDiag, KronExact
 from tests.closeness import assert_close
 
 X = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

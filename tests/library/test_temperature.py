@@ -8,7 +8,7 @@ import torch
 from scipy import optimize, special
 from torch import nn
 
-from molaplace.baselines import fit_temperature, temperature_scaled
+from molaplace.calibration import fit_temperature, temperature_scaled
 from molaplace.errors import DataError, MolaWarning, OptionError
 from tests.conftest import make_problem
 

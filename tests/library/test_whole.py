@@ -372,7 +372,7 @@ def test_bad_input_is_explained(monkeypatch):
     ]:
         with pytest.raises(OptionError, match=words):
             use()
-    monkeypatch.setattr("molaplace.laplace.base._free_memory", lambda: 10_000)
+    monkeypatch.setattr("molaplace.structures.base._free_memory", lambda: 10_000)
     for options in ({"structure": "full"}, {"subnetwork": 100}):
         with pytest.raises(StructureTooLargeError, match="is free"):
             fit(network, loader, **options)

@@ -200,7 +200,7 @@ def trace(
         raise OptionError(
             f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
             f"posteriors can be exported; other mixtures need gradients or sampled weights to predict. Pass the networks to "
-            f"mola.fit, or a trained Mimo to mola.baselines.mimo_mola."
+            f"mola.fit, or a trained Mimo to molaplace_lab.mimo.mimo_mola."
         )
     outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])

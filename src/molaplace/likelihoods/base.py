@@ -28,8 +28,8 @@ from torch import Tensor
 from molaplace.errors import HeadError
 
 if TYPE_CHECKING:
-    from molaplace.laplace.base import Spread
-    from molaplace.laplace.sums import Sums
+    from molaplace.structures.base import Spread
+    from molaplace.structures.sums import Sums
 
 Ran = Sequence[tuple[str, torch.Size]]
 """Names and output shapes of the linear layers that ran in a watched forward pass."""

@@ -44,7 +44,7 @@ from molaplace.numerics import to_float64
 from molaplace.options import counted, is_real, one_of
 
 if TYPE_CHECKING:
-    from molaplace.laplace.sums import Sums
+    from molaplace.structures.sums import Sums
 
 VARIANCE_FLOOR = 1e-6
 """Lower bound on predicted variances, which are clamped as in `torch.nn.GaussianNLLLoss`."""
@@ -183,7 +183,7 @@ class Gaussian(RegressionLikelihood):
                 return torch.ones(width, dtype=torch.float64, device="cpu")
             raise OptionError(
                 "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets) to "
-                "estimate the noise from the residuals. For an ensemble, use mola.baselines.scale_noise(ensemble, val_loader)."
+                "estimate the noise from the residuals. For an ensemble, use mola.calibration.scale_noise(ensemble, val_loader)."
             )
         noise = _expanded(self.noise, width, "noise")
         return noise if self.heteroscedastic else noise / self.units(width)[1]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood, Likelihood
+from molaplace.structures.base import Spread
 
 
 class Link(ABC):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import OptionError
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood
 from molaplace.links.base import Link, centred
+from molaplace.structures.base import Spread
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import OptionError
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood
 from molaplace.links.base import Link
 from molaplace.links.probit import Probit
+from molaplace.structures.base import Spread
 
 MOST_CLASSES = 2**13
 """Largest allowed number of classes. With this many classes, each table of class pairs takes half a gigabyte per datum."""

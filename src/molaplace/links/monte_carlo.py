@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood
 from molaplace.links.base import Link
 from molaplace.numerics import check_seed, standard_normals
 from molaplace.options import one_of, whole_number
+from molaplace.structures.base import Spread
 
 DRAWS_AT_ONCE = 2**16
 """Maximum number of values (draws times classes) held in memory at once for each datum."""

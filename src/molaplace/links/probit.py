@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from molaplace.laplace.base import Spread
 from molaplace.likelihoods.base import ClassificationLikelihood
 from molaplace.links.base import Link, centred, probit_scaled
+from molaplace.structures.base import Spread
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def read_folder(
     if document["kind"] != kind:
         raise StorageError(
             f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
-            f"mola.load, and baselines with the class in mola.baselines that saved them."
+            f"mola.load, and baselines with the class that saved them."
         )
     check(document, dict(schema or {}), "")
     try:

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from molaplace.errors import StorageError
-from molaplace.laplace.sums import Sums
 from molaplace.options import whole_number
 from molaplace.saving.files import DOCUMENT, read_folder, write_folder
 from molaplace.saving.schema import Optional
+from molaplace.structures.sums import Sums
 
 KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]

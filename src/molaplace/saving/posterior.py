@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, LastLayer
 from molaplace.errors import StorageError
-from molaplace.laplace import STRUCTURES, Structure, Sums, distance_sums
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
 from molaplace.network import Head, evaluating, head_by_name, state_checksum
 from molaplace.options import counted
 from molaplace.posterior import MoLA
+from molaplace.rules import Tuning
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from molaplace.saving.schema import Optional, check
 from molaplace.scaling import LogitScaling, Reference
-from molaplace.tuning import Tuning
+from molaplace.structures import STRUCTURES, Structure, Sums, distance_sums
 from molaplace.weights import check_weights
 
 KIND = "posterior"

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from molaplace.component import Component, LastLayer
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import as_networks
-from molaplace.laplace import Sums
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.options import one_of
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, unpack_sums
 from molaplace.saving.posterior import MIXTURE, check_networks, pack_components, unpack_mixture
 from molaplace.saving.schema import Optional
+from molaplace.structures import Sums
 from molaplace.whole.jacobians import Block, WeightLayout
 from molaplace.whole.posterior import WholeMoLA, make_component, structure_of
 from molaplace.whole.structures import NAMES, WholeStructure

@@ -17,7 +17,6 @@ from molaplace.component import per_component
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError, located
 from molaplace.fitting import as_networks, sum_over_processes
-from molaplace.laplace import Sums, check_precision, check_size
 from molaplace.likelihoods import CATEGORICAL, Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
@@ -33,7 +32,8 @@ from molaplace.network import (
     state_checksum,
 )
 from molaplace.options import one_of
-from molaplace.tuning import Rule, as_rule
+from molaplace.rules import Rule, as_rule
+from molaplace.structures import Sums, check_precision, check_size
 from molaplace.weights import check_weighting
 from molaplace.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from molaplace.whole.posterior import WholeMoLA, make_component

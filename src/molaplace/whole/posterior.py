@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_map
 from molaplace.component import Component, LastLayer
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError
-from molaplace.laplace import Sums
 from molaplace.likelihoods import ClassificationLikelihood, Likelihood
 from molaplace.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
 from molaplace.outliers import MAX_PROBABILITY, max_probability_score
 from molaplace.posterior import MoLA
 from molaplace.prediction import Prediction
-from molaplace.tuning.held_out import HeldOut, read_held_out
+from molaplace.rules.held_out import HeldOut, read_held_out
+from molaplace.structures import Sums
 from molaplace.whole.jacobians import each_logit, size_of, some_of
 from molaplace.whole.structures import WholeStructure
 

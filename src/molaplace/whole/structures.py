@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
-from molaplace.laplace import Curvature, Structure, Sums
-from molaplace.laplace.base import Precision, as_column, contrasts, eigensystem
 from molaplace.network import Inputs
 from molaplace.numerics import Generator, standard_normals
+from molaplace.structures import Curvature, Structure, Sums
+from molaplace.structures.base import Precision, as_column, contrasts, eigensystem
 from molaplace.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
 
 NAMES = ("kron", "diag", "full", "subnetwork")

@@ -1,0 +1,6 @@
+"""Scaling of predictors without a Laplace approximation: one temperature for classifiers, one noise factor per output for regression."""
+
+from molaplace.calibration.noise import scale_noise
+from molaplace.calibration.temperature import fit_temperature, temperature_scaled
+
+__all__ = ["fit_temperature", "scale_noise", "temperature_scaled"]

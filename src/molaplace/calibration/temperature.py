@@ -1,0 +1,136 @@
+r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits the validation data.
+
+For K members with weights w, the loss at temperature T is the mixture's log loss,
+
+.. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
+
+For one member, L is convex in 1/T and has a single minimum. For several members, L may have more than one minimum; a grid search finds
+the lowest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.errors import DataError, OptionError, warn
+from molaplace.fitting import ensemble
+from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood
+from molaplace.likelihoods.base import mixed
+from molaplace.network import check_finite
+from molaplace.numerics import to_float64
+from molaplace.options import one_of
+from molaplace.posterior import MoLA
+from molaplace.rules.search import maximise
+from molaplace.weights import check_weights, uniform_weights
+
+RANGE = (
+    1e4  # the search covers 1/RANGE to RANGE times the mean spread of the logits; beyond that, the loss barely changes
+)
+GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
+CHUNK = 2**22  # number of logits processed at a time
+
+
+def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """Find, to about 8 digits, the temperature that minimises the mixture's negative log-likelihood.
+
+    All members share this temperature. If the labelled class always has the highest logit, the best temperature is 0; if the labels
+    contradict the logits, it is infinite. In these cases, the function warns and returns the corresponding end of the search range.
+
+    Args:
+        logits: logits (K, n, C), or (n, C) for one member.
+        labels: class indices (n,).
+        weights: member weights (K,), which sum to 1; by default, each is 1 / K.
+    """
+    logits = logits[None] if logits.dim() == 2 else logits
+    if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
+        raise DataError(
+            f"logits: expected shape (members, data, classes) with at least one datum and 2 classes, got {logits.dtype} of shape "
+            f"{tuple(logits.shape)}."
+        )
+    members = to_float64(logits.detach())
+    check_finite(members.flatten(0, 1)[:, :0], members.flatten(0, 1))
+    labels = CATEGORICAL.check_labels(labels, members[0], "labels")
+    count = len(members)
+    shares = uniform_weights(count) if weights is None else check_weights(weights, count)
+    log_weights, step = shares.to(members).log()[:, None], max(1, CHUNK // members[:, 0].numel())
+    span = float((members.amax(-1) - members.amin(-1)).mean())
+    if span == 0:
+        warn(
+            "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
+        )
+        return 1.0
+    low, high = math.log(span / RANGE), math.log(span * RANGE)
+
+    def score(log_temperature: float) -> float:
+        total = 0.0
+        for rows, own in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
+            log_probs = torch.log_softmax(math.exp(-log_temperature) * rows, dim=-1)
+            chosen = log_probs.gather(-1, own[None, :, None].expand(count, -1, 1)).squeeze(-1)
+            total += float(torch.logsumexp(chosen + log_weights, dim=0).sum())
+        return total / len(labels)
+
+    best = maximise(score, low, high, coarse=9 if count == 1 else GRID)
+    end = max((low, high), key=score)
+    if score(end) >= score(best):
+        best = end
+        limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
+        warn(
+            f"on these data, the loss keeps falling as the temperature goes to {limit}. The temperature is set to the end of the "
+            f"search range, {math.exp(best):.3g}. More validation data may give a finite optimum."
+        )
+    return math.exp(best)
+
+
+def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
+    """Convert binary labels to two classes with logits 0 and z, dropping missing labels. Class labels are returned unchanged."""
+    if likelihood.mutually_exclusive:
+        return logits, labels
+    targets = likelihood.targets(labels).flatten()
+    known = targets >= 0
+    pairs = torch.stack([torch.zeros_like(logits), logits], dim=-1).flatten(1, 2)
+    return pairs[:, known], targets[known]
+
+
+def temperature_scaled(
+    networks: nn.Module | Sequence[nn.Module],
+    val_loader: Iterable[Any],
+    *,
+    mean: Literal["probabilities", "logits"] = "probabilities",
+    weights: str | Sequence[float] | Tensor = "uniform",
+    likelihood: str | Likelihood = "categorical",
+    progress: bool = True,
+) -> MoLA:
+    """Return a plain ensemble with the temperature that minimises the negative log-likelihood on the validation data.
+
+    The result is `mola.ensemble(networks).with_temperature(T)`; only T (`result.temperature`) needs to be saved.
+
+    Args:
+        networks: one trained classifier, or K of them; they are not modified.
+        val_loader: validation data with labels, read once.
+        mean: the quantity that is averaged over the networks, "probabilities" or "logits".
+        weights: "uniform", or K numbers that sum to 1.
+        likelihood: "categorical" or "bernoulli".
+        progress: show a progress bar on stderr if it is a terminal.
+    """
+    one_of(mean, ("probabilities", "logits"), "mean")
+    plain = ensemble(networks, weights, likelihood=likelihood)
+    meaning = plain.likelihood
+    if not isinstance(meaning, ClassificationLikelihood):
+        raise OptionError(
+            f"a temperature divides logits, but likelihood {meaning.name!r} has no logits. Expected 'categorical' or 'bernoulli'. "
+            f"For regression, use mola.calibration.scale_noise."
+        )
+    data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
+    data.check_labels()
+    assert data.labels is not None
+    logits, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
+    if mean == "logits":
+        plain, chosen = plain.with_pooling(0.0), fit_temperature(mixed(plain.weights, list(logits)), labels)
+    else:
+        chosen = fit_temperature(logits, labels, plain.weights)
+    return plain.with_temperature(min(max(chosen, 1e-3), 1e3))  # the range that `with_temperature` accepts

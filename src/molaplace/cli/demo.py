@@ -1,0 +1,71 @@
+"""`molaplace demo`: fit and tune posteriors on data bundled with scikit-learn, and compare methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from molaplace.cli.jobs.groups import Quiet
+from molaplace.cli.options import option
+from molaplace.cli.progress import showing_progress
+from molaplace.cli.shared import check_report_folder
+from molaplace.evaluation.demo_result import METHODS, DemoSettings
+from molaplace.report.single_run_tables import demo_tables
+from molaplace.report.tables import print_table
+from molaplace.report.words import demo_headlines, tuning_remarks
+from molaplace_lab.demo import run_demo
+
+FIGURES_BEGIN = 0.85
+"""Measured fraction of the total time that passes before the figures are drawn."""
+
+LARGEST_SEED = 2**31 - 1
+"""Largest seed allowed: half the largest seed that scikit-learn accepts, because the two-moons data need two seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Quiet):
+    """Options for `molaplace demo`."""
+
+    output: Path = option(
+        Path("demo-results"),
+        "Folder for the page, the figures and the numbers",
+        flags=("--output", "-o"),
+        metavar="DIR",
+    )
+    seed: int = option(0, "Random seed for the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
+
+
+def demo(options: DemoOptions) -> None:
+    """Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.
+
+    Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
+    data, rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
+    """
+    # Imported before any work begins, so that a missing package is reported early.
+    from molaplace.report.writing import write_demo
+
+    output, quiet = options.output, options.quiet
+    check_report_folder(output)
+    with showing_progress(quiet=quiet) as progress:
+        result = run_demo(DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))
+        page = write_demo(
+            result, output, lambda doing, done: progress(doing, FIGURES_BEGIN + (1 - FIGURES_BEGIN) * done)
+        )
+    if quiet:
+        return
+    console = Console(highlight=False)
+    for table in demo_tables(result.comparison):
+        print_table(console, table)
+    for headline in demo_headlines(result):
+        console.print(
+            f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "
+            f"{escape(headline.sentence)}"
+        )
+    for words in tuning_remarks(result):
+        console.print(escape(words), style="dim")
+    console.print(
+        f"\nWrote [bold]{escape(str(page))}[/bold], with figures and numbers in the same folder.", soft_wrap=True
+    )

@@ -1,0 +1,24 @@
+"""A local web page for exploring a posterior: the user changes a picture and compares MAP, the deep ensemble and MoLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from molaplace.cli.jobs.groups import Computing, Opening
+from molaplace.cli.jobs.job import RUN
+from molaplace.cli.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions(Opening, Computing):
+    """Options for `molaplace explore`."""
+
+    posterior: Path | None = option(
+        None, "Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR", shown="the digits demo"
+    )
+    port: int | None = option(
+        None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"
+    )
+    browser: bool = option(True, "Do not open the page in a browser")
+    seed: int = option(0, "Random seed for the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)

@@ -1,0 +1,159 @@
+"""Contents of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
+
+`open_subject` reads a folder written by `molaplace fit`. `digits_subject` takes a few seconds to train the networks of the digits demo
+and to fit and tune their posterior.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from molaplace.cli.explorer import ExploreOptions
+from molaplace.cli.explorer.pictures import Sight, to_image
+from molaplace.cli.jobs.columns import output_names
+from molaplace.cli.jobs.decisions import SCORE, read_columns, usual_alarm
+from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.cli.jobs.job import Progress
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.errors import MolaError, OptionError
+from molaplace.evaluation.demo_result import DEFAULT, DemoSettings
+from molaplace.options import counted
+from molaplace.posterior import MoLA
+from molaplace_lab.data.embedded import CLASSES, SIDE, load_digits
+from molaplace_lab.demo import demo_methods, one_thread
+from molaplace_lab.training import Recipe, digits_mlp, train_ensemble
+
+EXAMPLES = 10
+Example = tuple[str, Image.Image]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """OOD scores of the validation data, or of a subset if the validation set is large."""
+
+    scores: Tensor
+    alarm: float
+    """Score above which `molaplace predict` flags an input as an outlier."""
+    count: int
+    """Size of the validation set."""
+
+    def share_below(self, score: float) -> float:
+        """Return the fraction of validation inputs whose scores are lower than `score`."""
+        return float((self.scores < score).double().mean())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The networks, the posterior and the examples shown on the page."""
+
+    title: str
+    posterior: MoLA
+    classes: tuple[str, ...]
+    sight: Sight
+    examples: tuple[Example, ...]
+    """Names and pictures of the examples; the page starts with the first example."""
+    reference: Reference | None
+    """OOD scores of the validation data, or None if there are no validation data."""
+    notes: tuple[str, ...] = ()
+    """Notes that explain why parts of the page are missing."""
+
+
+def ood_examples(sight: Sight) -> list[Example]:
+    """Return pictures that belong to no class: noise, a checkerboard and, if scikit-learn is installed, a photograph."""
+    channels, height, width = sight.shape
+    noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    side = max(1, min(height, width) // 4)
+    checks = (torch.arange(height)[:, None] // side + torch.arange(width) // side) % 2 * 255
+    found = [("noise", to_image(noise)), ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1)))]
+    try:
+        from sklearn import datasets
+    except ImportError:
+        return found
+    return [*found, ("a flower", sight.fit(Image.fromarray(datasets.load_sample_image("flower.jpg"))))]
+
+
+def digits_subject(progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None) -> Subject:
+    """Train the networks of `molaplace demo`, and fit and tune their posterior."""
+    settings = settings or DemoSettings()
+    progress("reading the digits", 0.0)
+    digits = load_digits(settings.seed)
+
+    def on_epoch(member: int, epoch: int) -> None:
+        done = (member + epoch / settings.epochs) / settings.members
+        progress(f"training network {member + 1} of {settings.members}", 0.95 * done)
+
+    recipe, members, seed = Recipe(epochs=settings.epochs), settings.members, settings.seed
+    with one_thread():
+        networks = train_ensemble(digits_mlp, digits.train, recipe, members=members, seed=seed, on_epoch=on_epoch)
+        progress("fitting and tuning", 0.95)
+        posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
+        scores = posterior.predict(digits.val.inputs).ood_score.double()
+    sight = Sight((1, SIDE, SIDE), Intake(mode="L"))
+    first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
+    examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
+    return Subject(
+        title=f"handwritten digits, {SIDE} x {SIDE} pixels: {members} small, newly trained networks",
+        posterior=posterior,
+        classes=tuple(str(label) for label in range(CLASSES)),
+        sight=sight,
+        examples=(*examples, *ood_examples(sight)),
+        reference=Reference(scores, usual_alarm(scores)[0], len(scores)),
+    )
+
+
+def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
+    """Open the posterior folder specified by the options."""
+    progress("loading networks", 0.0)
+    folder = Path(str(options.posterior))
+    fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)
+    posterior = fitted.posterior
+    if posterior.is_dense or not posterior.likelihood.mutually_exclusive:
+        raise OptionError(
+            f"the explorer needs networks that predict one of several classes for each picture; {folder} has the likelihood "
+            f"{posterior.likelihood.name!r}{' and dense outputs' if posterior.is_dense else ''}. Use `molaplace predict` for this "
+            f"posterior."
+        )
+    is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
+    sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.intake)
+    progress("reading validation data", 0.3)
+    validation, reference = fitted.document["result"].get("validation"), None
+    if validation is not None:
+        scores = read_columns(folder)[SCORE]
+        reference = Reference(scores, float(validation["outlier_threshold"]), int(validation["count"]))
+    examples: list[Example] = []
+    notes = [
+        "There are no examples and no OOD scores for comparison, because the posterior was fitted without validation data."
+    ]
+    if fitted.job.val is not None:
+        try:
+            examples, notes = _examples(fitted, fitted.job.val, sight, options.data), []
+        except MolaError as error:
+            notes = [f"There are no examples, because {fitted.job.val} cannot be read: {error}"]
+    progress("done", 1.0)
+    return Subject(
+        title=f"{folder}: {counted(len(posterior.networks), 'network')}, {', '.join(fitted.job.network)}",
+        posterior=posterior,
+        classes=output_names(fitted),
+        sight=sight,
+        examples=(*examples, *ood_examples(sight)),
+        reference=reference,
+        notes=tuple(notes),
+    )
+
+
+def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
+    # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
+    # unknown, its first inputs are used.
+    source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
+    single = replace(source, intake=replace(source.intake, batch_size=1))
+    usable = (
+        rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None
+    )
+    inputs = torch.cat(list(islice(usable, EXAMPLES)))[:EXAMPLES]
+    return [(f"from {Path(named).name}", image) for image in sight.images(inputs)]

@@ -1,0 +1,124 @@
+"""Arrays as data sets: `.npz` files with inputs and labels, `.npy` files with inputs only, and built-in data sets.
+
+Bytes are treated as pixels and normalised. Floating-point numbers are passed to the networks unchanged. Nothing is unpickled.
+`.npy` files are memory-mapped and may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.jobs.rows import Rows, Set, finite_rows
+from molaplace.errors import DataError
+from molaplace.likelihoods import CATEGORICAL, Likelihood
+
+NAMES = {
+    "inputs": ("x", "inputs", "images", "data", "arr_0"),
+    "labels": ("y", "labels", "targets", "label", "target", "arr_1"),
+}
+"""Accepted names for the arrays of inputs and labels in a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Set):
+    """Rows of an array, with labels of shape (n,) or (n, C), or with a label for each position."""
+
+    values: NDArray[Any]
+    """Pixels as bytes, or network inputs, of shape (n, ...)."""
+
+    @property
+    def has_pixels(self) -> bool:
+        """True for arrays of bytes with shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
+        return self.values.dtype == np.uint8 and self.values.ndim in (3, 4)
+
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+        """Yield the batches with indices `first`, `first + step`, ..."""
+        size, shape = self.intake.batch_size, self.intake.shape
+        for start in range(first * size, len(self.values), step * size):
+            some = self.values[start : start + size]
+            values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
+            if self.has_pixels:
+                if values.ndim == 3:
+                    values = values[:, None]
+                elif values.shape[-1] in (1, 3) and values.shape[1] not in (1, 3):
+                    values = values.permute(0, 3, 1, 2)
+                values = self.intake.normalise(values)
+            if shape is not None and tuple(values.shape[1:]) != shape:
+                raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}; expected {shape}.")
+            names = [f"{Path(self.name).name}[{index}]" for index in range(start, start + len(values))]
+            labels = None if self.labels is None else self.labels[start : start + size]
+            yield finite_rows(names, values, labels, self.intake.torch_dtype)
+
+
+def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL) -> Arrays:
+    """Open a `.npz` or `.npy` file."""
+    try:
+        found = np.load(path, mmap_mode="r")
+        if isinstance(found, np.ndarray):
+            values, labels = found, _member(path, {}, "labels") if labelled else None
+        else:
+            with found:
+                values = _member(path, found, "inputs")
+                labels = _member(path, found, "labels") if labelled else None
+    except DataError:
+        raise
+    # A password-protected archive raises RuntimeError.
+    except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
+        if "pickled" in str(error):  # NumPy gives this message for any file that is not in its own format
+            raise DataError(
+                f"{path} is not a NumPy array or archive. Pass a file written by numpy.save or numpy.savez."
+            ) from error
+        if "Object arrays" in str(error) or "Python objects" in str(error):
+            raise DataError(
+                f"{path} contains objects that are not numbers. Save them as numbers, for example with x.astype('float32')."
+            ) from error
+        raise DataError(f"{path} is damaged: {error}.") from error
+    if not values.size:
+        raise DataError(f"{path}: expected at least one input, got inputs of shape {values.shape}.")
+    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
+        raise DataError(
+            f"{path}: expected numbers of at most 64 bits, with one row for each input; got inputs of shape {values.shape} and type "
+            f"{values.dtype}."
+        )
+    targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
+    return Arrays(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
+
+
+def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
+    name = next((name for known in NAMES[what] for name in archive if name.lower() == known), None)
+    if name is None:
+        raise DataError(
+            f"{path} contains no {what}: expected an array with one of the names {', '.join(NAMES[what])}; found "
+            f"{', '.join(archive) or 'one array'}."
+        )
+    values = archive[name]
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{name} is not an array")
+    return values
+
+
+def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
+    # Convert labels to types that torch supports. To save memory, dense labels are given types of at most 32 bits where
+    # possible. The library checks the values.
+    if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
+        raise DataError(
+            f"{path}: expected {count} rows of numbers, one for each input; got labels of shape {values.shape} and type "
+            f"{values.dtype}."
+        )
+    if not likelihood.mutually_exclusive:
+        return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))
+    if values.dtype.kind in "iu" and values.ndim > 1:
+        return torch.from_numpy(values.astype(np.uint8 if values.dtype == np.uint8 else np.int32))
+    whole = values.dtype.kind in "iu" or bool(np.all(values == np.floor(values)))
+    return torch.from_numpy(values.astype(np.int64 if whole else np.float64))

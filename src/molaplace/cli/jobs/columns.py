@@ -1,0 +1,156 @@
+"""Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
+
+Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their indices. For dense
+outputs, tables contain means over positions. Arrays have the same layout as the prediction's fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from molaplace.cli.jobs.decisions import Decisions
+from molaplace.cli.jobs.folder import PosteriorFolder
+from molaplace.likelihoods import Gaussian, Likelihood
+
+Sums = dict[str, Any]
+"""Sums over predictions; the sums of several batches can be added."""
+
+INTERVAL = 0.9
+"""Coverage of regression intervals if --coverage is not given."""
+
+FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
+
+ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer", "set", "prob")
+"""Fields in the order of their columns."""
+
+SEPARATOR = "|"
+"""Separator between labels in the "class" column of multi-label predictions."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Converter from a posterior's predictions to tables, arrays and sums."""
+
+    names: tuple[str, ...]
+    """Names of the classes, labels or targets."""
+    likelihood: Likelihood
+    decisions: Decisions
+    probabilities: bool = False
+
+    def fields(self, prediction: Any) -> dict[str, Tensor]:
+        """Return the fields and decisions of a prediction, keyed by name, omitting fields that are None."""
+        found: dict[str, Tensor | None] = {}
+        if self.likelihood.classification:
+            found |= {name: getattr(prediction, name) for name in FIELDS}
+        else:
+            intervals = self.decisions.intervals
+            lower, upper = prediction.interval(INTERVAL) if intervals is None else intervals(prediction)
+            ends = {"lower": lower, "upper": upper}
+            found |= {name: ends[name] if name in ends else getattr(prediction, name) for name in REGRESSION_FIELDS}
+        found |= self.decisions.apply(prediction)
+        if self.probabilities:
+            found["probs"] = prediction.probs
+        return {name: values for name, values in found.items() if values is not None}
+
+    def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """Return the fields as arrays, with labels as 32-bit integers and Booleans as 8-bit integers."""
+        arrays = {name: np.ascontiguousarray(values.cpu().numpy()) for name, values in fields.items()}
+        kinds = {"label": np.int32, "outlying": np.int8, "answer": np.int8, "set": np.int8}
+        return {name: values.astype(kinds.get(name, values.dtype), copy=False) for name, values in arrays.items()}
+
+    def table(self, prediction: Any, fields: dict[str, Tensor]) -> Any:
+        """Return a data frame with one row for each input."""
+        if fields["ood_score"].dim() > 1:
+            return self._means_over_positions(fields, prediction.axis)
+        frame = prediction.to_frame()
+        for name in ("lower", "upper"):
+            if name in fields:
+                ends, single = fields[name].double().cpu().numpy(), fields[name].shape[1] == 1
+                frame[[name] if single else [f"{name}_{place}" for place in range(len(self.names))]] = ends
+        for name in ("outlying", "answer"):
+            if name in fields:
+                frame[name] = fields[name].cpu().numpy()
+        if "set" in fields:
+            frame["set"] = [[self.names[place] for place in row.nonzero().flatten()] for row in fields["set"]]
+        if self.likelihood.classification:
+            frame["class"] = self._classes(prediction.label)
+        shown = [name for name in frame if self.probabilities or _field(name) != "prob"]
+        return frame[sorted(shown, key=lambda name: ORDER.index(_field(name)))].rename(columns=self._named)
+
+    def _classes(self, label: Tensor) -> list[str]:
+        if self.likelihood.mutually_exclusive:
+            return [self.names[place] for place in label.tolist()]
+        return [SEPARATOR.join(self.names[place] for place in row.nonzero().flatten()) for row in label]
+
+    def _named(self, column: str) -> str:
+        field = _field(column)
+        return column if field == column else f"{field}_{self.names[int(column.removeprefix(f'{field}_'))]}"
+
+    def _means_over_positions(self, fields: dict[str, Tensor], axis: int) -> Any:
+        import pandas
+
+        positions = fields["ood_score"][0].numel()
+        table: dict[str, Any] = {"positions": [positions] * len(fields["ood_score"])}
+        for name, values in fields.items():
+            if name == "label":
+                shares = self._counts(values, axis) / positions
+                table |= {f"share_{one}": shares[:, place] for place, one in enumerate(self.names)}
+            elif (
+                not self.likelihood.classification and values.dim() > fields["ood_score"].dim() and len(self.names) > 1
+            ):
+                means = values.movedim(axis, 1).flatten(2).double().mean(2).numpy()
+                table |= {f"{name}_{one}": means[:, place] for place, one in enumerate(self.names)}
+            elif name != "probs":
+                table[name] = values.flatten(1).double().mean(1).numpy()
+        return pandas.DataFrame(table)
+
+    def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
+        # Return the number of positions (n, C) at which each class or label is predicted.
+        if self.likelihood.mutually_exclusive:
+            return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
+        return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
+
+    def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
+        """Return the sum of each quantity, such as the confidence, over all inputs and positions.
+
+        If there are several labels or targets, each quantity is first averaged over them.
+
+        The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of times
+        that each class or label is predicted ("labels").
+        """
+        labels = np.zeros(len(self.names), dtype=np.int64)
+        if self.likelihood.classification:
+            values = {name: fields[name] for name in ("confidence", "entropy", "epistemic")}
+            label = fields["label"]
+            labels += self._counts(label.flatten()[None] if self.likelihood.mutually_exclusive else label, axis).sum(0)
+        else:
+            epistemic, aleatoric = fields["epistemic"].double(), fields["aleatoric"].double()
+            values = {"std": fields["std"], "epistemic_share": epistemic / (epistemic + aleatoric)}
+            values["width"] = fields["upper"] - fields["lower"]
+        values |= {name: fields[name] for name in ("outlying", "answer") if name in fields}
+        if "set" in fields:
+            sizes = fields["set"].sum(1)
+            values |= {"set_size": sizes, "empty_sets": sizes == 0}
+        positions = fields["ood_score"].numel()
+        sums = {name: float(one.double().mean()) * positions for name, one in values.items()}
+        return {"count": len(fields["ood_score"]), "positions": positions, "labels": labels, **sums}
+
+
+def _field(column: str) -> str:
+    # Return the field to which a column belongs, such as "prob" for "prob_3".
+    field, _, place = column.rpartition("_")
+    return field if place.isdecimal() else column
+
+
+def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
+    """Return the names of the classes, labels or targets, or their indices if they have no names."""
+    count, likelihood = fitted.outputs, fitted.posterior.likelihood
+    if isinstance(likelihood, Gaussian):
+        count = likelihood.num_uncertain(count)  # variances are not targets
+    return tuple((fitted.classes or tuple(map(str, range(count))))[:count])

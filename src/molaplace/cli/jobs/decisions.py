@@ -1,0 +1,256 @@
+"""Thresholds for decisions, computed from the validation scores saved in a posterior's folder.
+
+Along with the posterior's tensors, `molaplace fit` saves a few numbers for each validation example. Any false-alarm rate, error rate
+or coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
+answered, and the error rate is guaranteed for all other inputs.
+
+The prior precision, a single number, is tuned on the same data; docs/decisions.md reports how this affects the guarantees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from molaplace.cli.jobs.folder import PosteriorFolder
+from molaplace.cli.jobs.job import NAME
+from molaplace.cli.jobs.regression import regression_prediction
+from molaplace.decisions.abstain import AnswerThreshold, abstain_threshold
+from molaplace.decisions.alarm import alarm_threshold
+from molaplace.decisions.calibration import Calibration
+from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
+from molaplace.decisions.sets import PredictionSets, prediction_sets
+from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.prediction import RegressionPrediction
+from molaplace.saving import files
+from molaplace.saving.posterior import KIND, SCHEMA
+
+CERTAINTY = 0.95
+"""Default confidence level for the guaranteed error rate."""
+
+FALSE_ALARMS = 0.05
+"""Default false-alarm rate."""
+
+MOST_DATA, MOST_NUMBERS = 100_000, 2**23
+"""Limits on how many validation examples and values are saved. For larger sets, an evenly spaced subset is saved."""
+
+VALIDATION = "validation."
+"""Prefix for the names of the saved tensors."""
+
+SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_variance", "target"
+
+
+def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
+    """Return the values to save for labelled data, keyed by name; if `guarantees` is false, return only the OOD scores (n,).
+
+    For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
+    targets (n, D).
+    """
+    found = {SCORE: prediction.ood_score}
+    if guarantees and isinstance(prediction, RegressionPrediction):
+        means, variances = prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1)
+        found |= {MEANS: means, VARIANCES: variances, TARGETS: labels}
+    elif guarantees:
+        found |= Calibration.of(prediction.probs, labels).columns()
+    found = {name: values.detach().cpu() for name, values in found.items()}
+    return {name: values.double() if values.is_floating_point() else values for name, values in found.items()}
+
+
+def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of an evenly spaced subset that respects the limits `MOST_DATA` and `MOST_NUMBERS`."""
+    count, width = len(columns[SCORE]), sum(column[0].numel() for column in columns.values())
+    kept = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
+    places = torch.linspace(0, count - 1, kept, dtype=torch.float64).round().long()
+    return {name: column[places] for name, column in columns.items()}
+
+
+def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns as tensors to save, with a prefix added to each name."""
+    return {f"{VALIDATION}{name}": values for name, values in columns.items()}
+
+
+def read_columns(folder: Path) -> dict[str, Tensor]:
+    """Return the values that a folder stores for its validation data."""
+    _, tensors = files.read_folder(folder, KIND, SCHEMA)
+    found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
+    score = found.get(SCORE, torch.zeros(0))
+    if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
+        raise StorageError(
+            f"{folder} does not contain scores for validation data. Fit again with `molaplace fit --val`."
+        )
+    return found
+
+
+def usual_alarm(scores: Tensor) -> tuple[float, float]:
+    """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate if there are fewer than 19 scores."""
+    rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
+    return alarm_threshold(scores, rate), rate
+
+
+def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
+    """Return the OOD score above which inputs are flagged as outliers, or None if there are no validation data."""
+    validation = fitted.document["result"].get("validation")
+    if validation is None and false_alarm_rate is None:
+        return None
+    _require_validation(fitted, "--false-alarm-rate")
+    if false_alarm_rate is None:
+        return float(validation["outlier_threshold"])
+    with _naming("--false-alarm-rate"):
+        return alarm_threshold(read_columns(fitted.folder)[SCORE], false_alarm_rate)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Thresholds for new inputs."""
+
+    alarm: float | None
+    """OOD score above which inputs are flagged as outliers; None if there are no validation data."""
+    answer: AnswerThreshold | None = None
+    """Confidence above which inputs are answered unless they are flagged as outliers; None if no error rate is given."""
+    sets: PredictionSets | None = None
+    """Conformal prediction sets; None if no coverage is given."""
+    intervals: PredictionIntervals | None = None
+    """Prediction intervals for regression; None if no coverage is given."""
+
+    def apply(self, prediction: Any) -> dict[str, Tensor]:
+        """Return the decisions for each input: "outlying" (n,), "answer" (n,) and "set" (n, C), each only if its threshold exists."""
+        found: dict[str, Tensor] = {}
+        if self.alarm is not None:
+            found["outlying"] = prediction.ood_score.double() > self.alarm
+        if self.answer is not None:
+            found["answer"] = (prediction.confidence.double() > float(self.answer)) & ~found["outlying"]
+        if self.sets is not None:
+            found["set"] = self.sets(prediction)
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """Return the guarantees and their thresholds as plain values."""
+        found: dict[str, Any] = {}
+        if self.answer is not None:
+            promise = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
+            found["answer"] = {"threshold": float(self.answer), **promise}
+        for name, one in (("sets", self.sets), ("intervals", self.intervals)):
+            if one is not None:
+                found[name] = {"coverage": one.coverage, "threshold": one.threshold.tolist()}
+        return found
+
+
+def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
+    """Return the saved calibration data and OOD scores (n,); error messages refer to the command-line option `option`."""
+    likelihood = fitted.posterior.likelihood
+    if not likelihood.mutually_exclusive:
+        others = "Use --coverage for intervals" if not likelihood.classification else "Use the OOD alarm instead"
+        raise OptionError(
+            f"{option} requires networks that predict one of several classes, but {fitted.folder} was fitted with --likelihood "
+            f"{likelihood.name}. {others}."
+        )
+    columns = _kept_columns(fitted, option)
+    try:
+        known = Calibration.of_columns(columns, fitted.outputs)
+        if columns[SCORE].shape != known.confidence.shape:
+            raise DataError("expected an OOD score for each example")
+    except DataError as error:
+        raise StorageError(f"the validation scores in {fitted.folder} are invalid: {error}") from error
+    return known, columns[SCORE]
+
+
+def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
+    """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
+    columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
+    known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
+    shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
+    exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
+    if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
+        raise StorageError(
+            f"the validation predictions in {fitted.folder} are invalid: expected the means and variances of "
+            f"{len(weights)} networks, and a target for each example. Fit again."
+        )
+    means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
+    # The intervals use neither the noise variance nor OOD scores.
+    return regression_prediction(means, variances, variances, weights), targets
+
+
+def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
+    if fitted.posterior.is_dense:
+        raise OptionError(
+            f"{option} does not support dense outputs, but the networks of {fitted.folder} have dense outputs. The positions of an "
+            f"input are correlated, so no guarantee would hold. Omit {option}. The OOD alarm is available for each position."
+        )
+    _require_validation(fitted, option)
+    return read_columns(fitted.folder)
+
+
+def _require_validation(fitted: PosteriorFolder, option: str) -> None:
+    if fitted.document["result"].get("validation") is None:
+        raise OptionError(
+            f"{option}: {fitted.folder} was fitted without validation data, which {option} requires. Fit again with --val: molaplace fit "
+            f"--config {fitted.folder / NAME} --val DATA"
+        )
+
+
+def gated_threshold(
+    known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
+) -> AnswerThreshold:
+    """Return the confidence threshold, at least 0, above which inputs that do not raise the alarm are answered.
+
+    Raises:
+        DataError: If no threshold guarantees the error rate.
+    """
+    # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
+    quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
+    answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
+    # Minus infinity means that every input that does not raise the alarm is answered. It is replaced by 0, which JSON can represent.
+    # Confidences are above 0.
+    return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
+
+
+def make_decisions(
+    fitted: PosteriorFolder,
+    *,
+    false_alarm_rate: float | None = None,
+    error_rate: float | None = None,
+    certainty: float | None = None,
+    coverage: float | None = None,
+    by_class: bool = False,
+) -> Decisions:
+    """Return the thresholds requested by the options in `mola.cli.jobs.groups.Deciding`. The default false-alarm rate is 0.05."""
+    if certainty is not None and error_rate is None:
+        raise OptionError("--certainty requires --error-rate. Pass both or neither.")
+    if by_class and coverage is None:
+        raise OptionError("--by-class requires --coverage. Pass both or neither.")
+    regression = not fitted.posterior.likelihood.classification
+    for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
+        if regression and given and not fitted.posterior.is_dense:
+            raise OptionError(
+                f"{option} applies only to classification, but {fitted.folder} contains a regression posterior. Use "
+                f"--coverage 0.9 for intervals."
+            )
+    limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
+    if error_rate is not None:
+        known, score = kept_calibration(fitted, "--error-rate")
+        with _naming("--error-rate"):
+            answer = gated_threshold(known, score, limit, error_rate, CERTAINTY if certainty is None else certainty)
+    if coverage is not None and regression:
+        prediction, targets = kept_predictions(fitted, "--coverage")
+        with _naming("--coverage"):
+            intervals = prediction_intervals(prediction, targets, coverage)
+    elif coverage is not None:
+        known, _ = kept_calibration(fitted, "--coverage")
+        with _naming("--coverage"):
+            sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
+    return Decisions(limit, answer, sets, intervals)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise OptionError(f"{option}: {error}") from error

@@ -1,0 +1,278 @@
+"""Check, read and open a posterior's folder.
+
+The posterior's document also contains the job: its options and, under `result`, the results of the fit, such as the classes, the
+shape of the inputs and the alarm threshold. The posterior and its job are replaced together, so that a posterior is never used
+with inputs prepared for another posterior. The `job.toml` file next to the document is for human readers and for `molaplace fit --config`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.cli.jobs.code import check_code, check_values
+from molaplace.cli.jobs.job import NAME, Job, job_of
+from molaplace.cli.jobs.networks import build_networks
+from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.jobs.rows import Set
+from molaplace.cli.jobs.sets import is_own_function, open_set
+from molaplace.cli.options import check_writable
+from molaplace.errors import OptionError, StorageError
+from molaplace.posterior import MoLA
+from molaplace.saving import files
+from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
+from molaplace.saving.schema import Optional, check
+from molaplace.structures.distance import COUNTS
+
+Moved = TypeVar("Moved", bound=nn.Module)
+
+RESULT = {
+    "classes": [str],
+    "outputs": int,
+    "form": str,
+    "inputs": [{"name": str, "shape": [int], "dtype": str}],
+    "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
+    "images": str,
+}
+LARGEST_INPUT = 2**28
+"""Maximum number of values in one input. A document that gives a larger number must be damaged."""
+BUNDLED = "weights"
+"""Subfolder of a posterior's folder that contains copies of the weights."""
+
+LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
+"""Pattern that matches hidden files and files left behind by an interrupted fit."""
+
+
+@dataclass(frozen=True)
+class PosteriorFolder:
+    """A posterior with its networks and the preparation of its inputs."""
+
+    posterior: MoLA
+    classes: tuple[str, ...] | None
+    """Names of the classes, labels or targets, if they have names."""
+    example: Any
+    """A batch of 2 all-zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
+    intake: Intake
+    document: dict[str, Any]
+    """Contents of `job.toml` as nested tables."""
+    job: Job
+    """Options of the fit, with paths relative to the current folder."""
+    folder: Path
+    trust: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Number of network outputs."""
+        return int(self.document["result"]["outputs"])
+
+    def open_set(
+        self,
+        name: str,
+        *,
+        labelled: bool,
+        directory: str | None = None,
+        by_user: bool = False,
+        absent: str | None = None,
+    ) -> Set:
+        """Open data by name and prepare them in the same way as the training data.
+
+        Unless `by_user` is true, check code named in the folder.
+        """
+        path = Path(name)
+        if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
+            raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
+        if not by_user and is_own_function(name):
+            check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
+        job = replace(self.job, data=directory or self.job.data)
+        return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=job)
+
+
+def _check_present(path: Path) -> None:
+    if not (path / files.DOCUMENT).is_file():
+        raise StorageError(f"{path} contains no posterior. Pass a folder written by `molaplace fit --output`.")
+
+
+def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """Check and return the job and the document in a posterior's folder, without building networks."""
+    _check_present(path)
+    document = files.read_document(path).get("job")
+    if document is None:
+        raise StorageError(
+            f"{path} was saved from Python, not by `molaplace fit`, so the preparation of its inputs is unknown. Use mola.load(...) in "
+            f"Python, or fit a new posterior with `molaplace fit`."
+        )
+    try:
+        check(document, {"result": RESULT}, "job")
+        result = document["result"]
+        check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
+        Intake.from_plain(result["intake"])
+        shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
+        if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
+            raise StorageError(
+                f"found {len(result['classes'])} output names, {result['outputs']} outputs and inputs of shapes {shapes}."
+            )
+        if not all(isinstance(getattr(torch, one, None), torch.dtype) for one in types):
+            raise StorageError(f"found inputs of type {', '.join(types)}.")
+    except (StorageError, ValueError) as error:
+        raise StorageError(f"{path / files.DOCUMENT} is damaged: {error}") from error
+    return job_of(document, path / NAME), document
+
+
+def open_posterior(
+    path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()
+) -> PosteriorFolder:
+    """Open a posterior written by `molaplace fit`: build its networks, load their weights and load the posterior.
+
+    `mola.cli.jobs.code` checks the functions named in the folder.
+    """
+    path = Path(path)
+    job, document = read_folder(path)
+    result = document["result"]
+    if not network:
+        check_values({"--network": job.network}, path, trust=trust)
+    try:
+        built = build_networks(network or job.network, job.weights, classes=result["outputs"])
+        posterior = load_posterior(path, built.networks)
+    except (OptionError, StorageError) as error:
+        if isinstance(error, StorageError) and not str(error).startswith("networks["):  # the files are damaged
+            raise
+        raise type(error)(
+            f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}. Restore these files, or fit "
+            f"again with copies of the weights inside the folder: molaplace fit --config {path / NAME} --bundle"
+        ) from error
+    head = posterior.components[0].head
+    if head is None or head.outputs != result["outputs"]:
+        raise StorageError(f"{path / files.DOCUMENT} is damaged: the networks do not have {result['outputs']} outputs.")
+    return PosteriorFolder(
+        posterior=move(posterior, device),
+        classes=tuple(result["classes"]) or None,
+        example=example_of(result),
+        intake=Intake.from_plain(result["intake"]),
+        document=document,
+        job=job,
+        folder=path,
+        trust=trust,
+    )
+
+
+def move(module: Moved, device: str) -> Moved:
+    """Move a network, or a posterior with its networks, to a device, switch it to evaluation mode and return it."""
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place).cpu()  # fails for "meta", whose tensors have no values
+        return module.to(place).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def describe_inputs(inputs: Any) -> dict[str, Any]:
+    """Return the form, shapes and types of the inputs in a batch, as plain values."""
+    if isinstance(inputs, Tensor):
+        form, named = "tensor", {"": inputs}
+    elif isinstance(inputs, dict):
+        form, named = "mapping", {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    else:
+        form, named = "tuple", {str(index): value for index, value in enumerate(inputs)}
+    described = [
+        {"name": name, "shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in named.items()
+    ]
+    return {"form": form, "inputs": described}
+
+
+def example_of(result: dict[str, Any]) -> Any:
+    """Return a batch of 2 all-zero inputs. Masks are filled with ones, because a fully masked input gives NaN."""
+    made = {
+        one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
+            2, *one["shape"], dtype=getattr(torch, one["dtype"])
+        )
+        for one in result["inputs"]
+    }
+    if result["form"] == "mapping":
+        return made
+    return made[""] if result["form"] == "tensor" else tuple(made.values())
+
+
+def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
+    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has other contents."""
+    if output.is_file():
+        raise OptionError(f"{output} is a file, but the posterior needs a folder. Choose another --output.")
+    check_writable(output)
+    if not output.exists():
+        return False
+    try:
+        kind = files.kind_of(output)
+    except StorageError as error:
+        raise OptionError(
+            f"{error} The folder was not replaced. Choose another --output, or remove the folder."
+        ) from error
+    # The folder may contain a job file and files from an interrupted fit.
+    known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
+    strange = sorted(
+        path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
+    )
+    if kind not in (None, KIND) or (kind is None and strange):
+        found = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) but no posterior"
+        raise OptionError(f"{output} contains {f'a saved {kind}' if kind else found}. Choose another --output.")
+    return kind is not None
+
+
+def read_information(folder: Path) -> dict[str, Any]:
+    """Return the contents and history of a folder after checking its files."""
+    _check_present(folder)
+    document, tensors = files.read_folder(folder, KIND, SCHEMA)
+    parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
+    likelihood = dict(parts[0]["likelihood"])
+    found: dict[str, Any] = {
+        "folder": str(folder),
+        "components": len(parts),
+        "likelihood": likelihood.pop("name"),
+        "likelihood_settings": likelihood,
+        "structure": document["structure"]["name"],
+        "link": document["link"]["name"],
+        "weights": document["weights"],
+        "weighting": document["weighting"],
+        "prior_precision": [part["prior_precision"] for part in parts],
+        "temperature": scaling["temperature"],
+        "pooling": scaling["pooling"],
+        "distance_exponent": scaling["exponent"],
+        "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
+        "rule": None if tuning is None else tuning["rule"],
+        "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],
+        "outputs": parts[0]["head"]["outputs"],
+        "features": [part["head"]["width"] for part in parts],
+        "heads": [part["head"]["name"] for part in parts],
+        "train_count": parts[0]["count"],
+        "has_positions": parts[0]["head"]["dense_axes"] > 0,
+        "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "tensors": len(tensors),
+        "sha256": document["tensors"]["sha256"],
+    }
+    if "job" not in document:
+        return {**found, "job": None}
+    job, whole = read_folder(folder)
+    result = whole["result"]
+    return {
+        **found,
+        "classes": result["classes"],
+        "networks": list(job.network),
+        "weight_files": list(job.weights),
+        "inputs": result["inputs"],
+        "intake": result["intake"],
+        "images": result["images"],
+        "train": job.train,
+        "val": job.val,
+        "positions": job.positions,
+        "validation": result.get("validation"),
+        "left_out": result.get("left_out", 0),
+        "versions": result.get("versions", {}),
+        "job": str(folder / NAME),
+    }

@@ -1,0 +1,90 @@
+"""Options shared by several commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molaplace.cli.jobs.job import RUN
+from molaplace.cli.options import option
+
+MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quiet:
+    """Options for commands that print output."""
+
+    quiet: bool = option(False, "Print nothing", panel=RUN, kept=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing(Quiet):
+    """Options for commands that run long computations."""
+
+    threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", kept=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting(Computing):
+    """Options for commands that write a summary and a run file."""
+
+    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, kept=False)
+    config: Path | None = option(
+        None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, kept=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Options for commands that run networks."""
+
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening(Device):
+    """Options for commands that open a posterior's folder."""
+
+    data: str | None = option(
+        None,
+        "Folder that contains the built-in data sets (or set MOLAPLACE_DATA)",
+        metavar="DIR",
+        envvar="MOLAPLACE_DATA",
+        panel=MORE,
+    )
+    network: tuple[str, ...] = option(
+        (),
+        "Networks, named as in `molaplace fit`",
+        metavar="NAME",
+        panel=MORE,
+        shown="the networks named in the folder",
+    )
+    trust: bool = option(
+        False,
+        "Trust the folder: import and run the functions that it names",
+        panel=MORE,
+        kept=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deciding:
+    """Options for commands that make calibrated decisions."""
+
+    false_alarm_rate: float | None = option(
+        None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
+    )
+    error_rate: float | None = option(None, "Selective prediction: maximum fraction of wrong answers", panel=DECISIONS)
+    certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
+    coverage: float | None = option(
+        None,
+        "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",
+        panel=DECISIONS,
+    )
+
+    def rates(self) -> dict[str, Any]:
+        """Return the arguments for `mola.cli.jobs.decisions.make_decisions`."""
+        names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
+        return {name: getattr(self, name) for name in names}

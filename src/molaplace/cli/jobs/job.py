@@ -1,0 +1,231 @@
+"""A job: the options of `molaplace fit` as one value, stored in `job.toml` next to a posterior.
+
+Consent to run code (`--trust`) is never saved, because a file may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from molaplace.cli.options import option, read_options
+from molaplace.errors import OptionError
+from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
+from molaplace.links import LINKS
+from molaplace.network import IGNORE_INDEX
+from molaplace.rules import RULES
+from molaplace.structures import STRUCTURES
+from molaplace_lab.models import MODELS
+
+Progress = Callable[[str, float], None]
+"""Callback that takes a description of the current step and the fraction of the work completed, from 0 to 1."""
+
+NAME = "job.toml"
+"""Name of the job file next to a posterior."""
+
+RULE_NAMES = (*RULES, "outliers", "none")
+"""Names of rules on the command line. "outliers" needs outlier data, and "none" leaves the prior precision unchanged."""
+
+WEIGHTINGS = ("uniform", "evidence", "stacking")
+
+PREPARATION, METHOD, OTHER, RUN = (
+    "Preparation of images",
+    "Method (the first value is the default)",
+    "Regression and dense outputs",
+    "Run",
+)
+"""Headings in the help text."""
+
+
+def parse_numbers(value: Any) -> tuple[float, ...]:
+    """Return the numbers in a list or a comma-separated string."""
+    try:
+        return tuple(float(one) for one in _joined(value, ",").split(","))
+    except ValueError as error:
+        raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
+
+
+def parse_price(value: Any) -> float | Literal["loss"]:
+    """Return a number, or the word "loss"."""
+    try:
+        return "loss" if value == "loss" else float(str(value))
+    except ValueError as error:
+        raise ValueError("a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or 'loss'") from error
+
+
+def parse_size(value: Any) -> int | tuple[int, int]:
+    """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
+    found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
+    if found is None:
+        raise ValueError("a length in pixels, or a height and width such as 224x160")
+    return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+
+
+def _joined(value: Any, separator: str) -> str:
+    # Return a value from a run file in the form used on the command line.
+    return separator.join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def parse_class_names(value: Any) -> int | tuple[str, ...]:
+    """Return the number of classes, or the class names read from a list, a comma-separated string or the lines of a file."""
+    expected = "a number, two or more different names separated by commas, or a file with one name on each line"
+    if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
+        return int(value)
+    if isinstance(value, str):
+        try:
+            value = Path(value).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise OptionError(
+                f"{value} is not a UTF-8 text file. Pass a file with one class name on each line."
+            ) from error
+        except OSError:  # the file does not exist, or the string is too long for a file name
+            value = value.split(",")
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(expected)
+    names = tuple(name.strip() for name in value if name.strip())
+    if len(set(names)) != len(names) or len(names) < 2:
+        raise ValueError(expected)
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Options for `molaplace fit`."""
+
+    weights: tuple[str, ...] = option(
+        (),
+        "Weight files (safetensors or torch.save), one per network, or a folder of such files; can also be passed with --weights",
+        argument=True,
+        flags=("--weights",),
+        metavar="WEIGHTS",
+        is_path=True,
+    )
+    network: tuple[str, ...] = option(
+        (),
+        "Network: lenet, resnet-20, ..., module:function, timm:NAME or a Hugging Face folder. Can be repeated",
+        metavar="NAME",
+        is_path=True,
+        names=MODELS,
+    )
+    train: str | None = option(
+        None,
+        "Training data: a folder with one subfolder of images per class, .npz, .csv, mnist:train, or module:function",
+        metavar="DATA",
+        is_path=True,
+    )
+    val: str | None = option(None, "Validation data, in the same formats", metavar="DATA", is_path=True)
+    likelihood: str = option(
+        CATEGORICAL.name, "Likelihood: categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
+    )
+    rule: str | None = option(
+        None,
+        f"Tuning rule: {', '.join(RULE_NAMES)}",
+        metavar="NAME",
+        shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
+    )
+    classes: int | tuple[str, ...] | None = option(
+        None,
+        "Class names in output order (a,b,c or a file), or the number of classes",
+        metavar="NAMES",
+        parse=parse_class_names,
+    )
+    data: str | None = option(
+        None,
+        "Folder that contains the built-in data sets (or set MOLAPLACE_DATA)",
+        metavar="DIR",
+        envvar="MOLAPLACE_DATA",
+        is_path=True,
+    )
+    download: bool = option(False, "Download missing built-in data sets")
+    strict: bool = option(False, "Stop at the first input that cannot be used")
+    trust: bool = option(False, "Trust the --config file: import and run the functions that it names", kept=False)
+
+    resize: int | tuple[int, int] | None = option(
+        None,
+        "Length of the shorter side (256), or height and width (32x32)",
+        panel=PREPARATION,
+        metavar="SIZE",
+        parse=parse_size,
+    )
+    crop: int | None = option(None, "Side length of the square crop from the centre", panel=PREPARATION, minimum=1)
+    mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
+    normalise: str | None = option(
+        None,
+        "Normalisation: none (x / 255), cifar10 or imagenet (alias: --normalize)",
+        panel=PREPARATION,
+        metavar="NAME",
+        flags=("--normalise", "--normalize"),
+    )
+    mean: tuple[float, ...] | None = option(
+        None,
+        "Mean and standard deviation of pixels, such as 0.5 or 0.49,0.48,0.45; used instead of --normalise",
+        panel=PREPARATION,
+        metavar="X",
+        parse=parse_numbers,
+    )
+    std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
+    workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
+
+    structure: str = option(
+        "kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD, metavar="NAME", shown=""
+    )
+    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD, metavar="NAME", shown="")
+    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
+    head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
+    prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
+    threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
+    price: float | Literal["loss"] | None = option(
+        None,
+        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; "
+        "'loss' limits the log loss to that of --rule threshold",
+        panel=METHOD,
+        metavar="X",
+        parse=parse_price,
+    )
+    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
+    distances: bool = option(True, "Do not compute class distances (saves memory)", panel=METHOD)
+
+    noise: tuple[float, ...] | None = option(
+        None,
+        "Regression: standard deviation of the noise [default: estimated]",
+        panel=OTHER,
+        metavar="X",
+        parse=parse_numbers,
+    )
+    location: tuple[float, ...] | None = option(
+        None, "Regression: mean and standard deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+    )
+    scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
+    heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
+    positions: str = option(
+        "all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER, metavar="WHICH"
+    )
+    ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
+
+    batch_size: int = option(256, "Inputs per batch", panel=RUN, minimum=1)
+    seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
+
+    def meaning(self) -> Likelihood:
+        """Return the likelihood with its settings."""
+        likelihood = as_likelihood(self.likelihood)
+        given = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
+        given = {name: value for name, value in given.items() if value not in (None, False)}
+        if given and not isinstance(likelihood, Gaussian):
+            raise OptionError(
+                f"--{next(iter(given))} applies only to --likelihood gaussian; got --likelihood {self.likelihood}."
+            )
+        return replace(likelihood, **given) if isinstance(likelihood, Gaussian) else likelihood
+
+    @property
+    def rule_name(self) -> str:
+        """Name of the rule; by default, the likelihood's default rule."""
+        return self.rule or LIKELIHOODS[self.likelihood].default_rule
+
+
+def job_of(document: Mapping[str, Any], path: Path) -> Job:
+    """Return the job stored in a document; paths are relative to the folder that contains the file `path`."""
+    return Job(**read_options(document, Job, "fit", path))

@@ -1,0 +1,114 @@
+"""Preparation of inputs from files and arrays.
+
+Options take precedence over the network's configuration, which takes precedence over the training data. The preparation is determined
+once, when a posterior is fitted, and saved with the posterior.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from molaplace.cli.jobs.job import Job
+from molaplace.errors import OptionError, StorageError
+from molaplace.options import one_of
+from molaplace_lab.data.folder import Preparation
+from molaplace_lab.data.images import NORMALISATIONS, Normalisation
+
+MODES = ("RGB", "L")
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Settings for converting files and arrays to network inputs."""
+
+    resize: int | tuple[int, int] | None = None
+    crop: int | None = None
+    """Side length of the square crop. `resize` and `crop` are described in `molaplace_lab.data.folder.Preparation`."""
+    mode: str | None = None
+    """"RGB" or "L"; None until the training images are read."""
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    shape: tuple[int, ...] | None = None
+    """Shape of one input without the batch dimension; None until the training data are read."""
+    dtype: str = "float32"
+    """Floating-point type of the networks and their inputs."""
+    batch_size: int = 256
+    workers: int = 2
+    """Number of threads that decode images."""
+
+    @property
+    def prepare(self) -> Preparation:
+        """Function that converts a decoded image to bytes."""
+        grey = self.shape is not None and self.shape[0] == 1
+        return Preparation(self.resize, self.crop, self.mode or ("L" if grey else "RGB"))
+
+    @property
+    def normalise(self) -> Normalisation:
+        """Function that converts bytes to inputs."""
+        return Normalisation(self.mean, self.std)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Floating-point type of the networks."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def describe(self) -> str:
+        """Describe how images are prepared, such as "32 x 32, colour, x / 255, not normalised"; `shape` must be known."""
+        assert self.shape is not None
+        channels, height, width = self.shape
+        colours = {1: "greyscale", 3: "colour"}.get(channels, f"{channels} channels")
+        numbers = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        normalised = "normalised with mean {} and std {}".format(*numbers)
+        if set(self.mean) == {0.0} and set(self.std) == {1.0}:
+            normalised = "not normalised"
+        return f"{height} x {width}, {colours}, x / 255, {normalised}"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain values to store in a file."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Intake:
+        """Rebuild the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
+        given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+        try:
+            made = cls(**given)
+            Normalisation(made.mean, made.std)
+            if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or min(made.batch_size, made.workers) < 1:
+                raise ValueError(f"got dtype {made.dtype!r}, batch size {made.batch_size} and {made.workers} threads")
+        except (TypeError, ValueError, OptionError) as error:
+            raise StorageError(f"the saved input preprocessing is invalid: {error}") from error
+        return made
+
+
+def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
+    """Return the intake specified by the options or the network's configuration.
+
+    The training data later determine any setting that is None.
+    """
+    if job.mode is not None:
+        one_of(job.mode, MODES, "--mode")
+    if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
+        raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
+    if job.crop is not None and job.resize is not None:
+        shorter = min(job.resize) if isinstance(job.resize, tuple) else job.resize
+        if job.crop > shorter:
+            raise OptionError(
+                f"--crop must be at most the shorter side after --resize, which is {shorter}; got {job.crop}."
+            )
+    mean, std = hints.mean, hints.std
+    if job.normalise is not None:
+        chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "--normalise")]
+        mean, std = chosen.mean, chosen.std
+    elif job.mean is not None and job.std is not None:
+        mean, std = job.mean, job.std
+    Normalisation(mean, std)  # checks the mean and std before any image is read
+    made = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
+    if job.resize is not None or job.crop is not None:
+        made = replace(made, resize=job.resize, crop=job.crop)
+    # Statistics for three channels imply colour images.
+    return replace(made, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))

@@ -1,0 +1,78 @@
+"""Predictions of regression networks without Laplace approximations, and the metrics stored with a posterior."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from molaplace.calibration.noise import best_factors
+from molaplace.evaluation.results import measured
+from molaplace.evaluation.tally import Tally
+from molaplace.likelihoods import GAUSSIAN, Gaussian, Likelihood
+from molaplace.posterior import MoLA
+from molaplace.prediction import Field, RegressionPrediction
+from molaplace.rules.held_out import HeldOut
+
+
+def untuned_noise(posterior: MoLA) -> Tensor:
+    """Return the ratio (K, D) of each network's noise variance before tuning to its current noise variance, in float64.
+
+    The noise variance before tuning is the variance of the training residuals, the given noise, or the variance that a
+    heteroscedastic network predicts.
+    """
+    rows = []
+    for component in posterior.components:
+        layer, likelihood = component.require_layer("the noise"), component.likelihood
+        assert isinstance(likelihood, Gaussian)
+        width, before = len(layer.weights), likelihood
+        if likelihood.estimated:
+            before = replace(likelihood, noise=None, estimated=False).fitted(layer.sums)
+        rows.append((before.deviation(width) / likelihood.deviation(width)).square())
+    return torch.stack(rows) / posterior.temperature**2
+
+
+def networks_alone(
+    posterior: MoLA, prediction: RegressionPrediction, count: int, factors: Tensor | None = None
+) -> RegressionPrediction:
+    """Return the prediction of a posterior's first `count` networks without Laplace approximations.
+
+    The standard deviation of the noise is its value before tuning (`untuned_noise`), multiplied by `factors` (D,) if given.
+    """
+    means = prediction.component_mean[:count]
+    noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
+    if factors is not None:
+        noise = noise * factors.to(means).square()
+    weights = prediction.weights[:count] / prediction.weights[:count].sum()
+    return regression_prediction(means, noise, noise, weights, prediction.likelihood)
+
+
+def regression_prediction(
+    means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Likelihood = GAUSSIAN
+) -> RegressionPrediction:
+    """Build a prediction, without an outlier score, from the components' means, variances and noise variances (K, n, D)."""
+    fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
+    # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
+    fields["ood_score"] = means.new_zeros(means.shape[1])
+    return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
+
+
+def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
+    """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
+    given, targets = [], None
+    if len(held_out):
+        prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
+        given, targets = [networks_alone(posterior, prediction, count)], held_out.labels
+    alone = RegressionPrediction.gather(given, held_out.team)
+    noise = alone.component_noise
+    return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.gather(targets))
+
+
+def summary(tally: Tally) -> dict[str, float]:
+    """Return the metrics that are stored with a posterior."""
+    found = {name: one.value for name, one in measured(tally).items()}
+    if "rmse" not in found:
+        return found
+    names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
+    return {name: found[metric] for name, metric in names.items()}

@@ -1,0 +1,198 @@
+"""Write predictions to files batch by batch, as tables or archives of arrays.
+
+A file gets its final name only when it is complete. After an error or Ctrl-C, no file is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molaplace.cli.jobs.columns import Sums
+from molaplace.cli.jobs.rows import Rows
+from molaplace.cli.options import check_writable
+from molaplace.errors import DataError, MissingExtraError, OptionError
+from molaplace.saving.files import partial_file
+
+TABLES = (".csv", ".jsonl", ".parquet")
+ARRAYS = ".npz"
+
+
+class Portion(NamedTuple):
+    """Predictions for a batch."""
+
+    rows: Rows
+    """Names and errors of all inputs."""
+    table: Any = None
+    """Data frame with a row for each usable input; None if no input is usable."""
+    arrays: Mapping[str, NDArray[Any]] | None = None
+    """Arrays for the usable inputs, to be written to archives."""
+    sums: Sums | None = None
+    """Sums over the usable inputs; None if no input is usable."""
+
+
+def check_output(output: Path, data: str) -> None:
+    """Raise `OptionError` before any work begins if the output cannot be written or is the input file."""
+    source = Path(data).expanduser()
+    if output.exists() and source.exists() and output.samefile(source):
+        raise OptionError(f"{output} is the input file, which would be overwritten. Choose another --output.")
+    if output.suffix not in (*TABLES, ARRAYS):
+        raise OptionError(
+            f"--output must be a file name that ends in one of {', '.join((*TABLES, ARRAYS))}; got {output}."
+        )
+    if find_spec("pandas") is None:
+        raise MissingExtraError(feature="molaplace predict", package="pandas", extra="bench")
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise OptionError(
+            f"{output}: Parquet files need pyarrow, which is not installed. Install it with: pip install pyarrow"
+        )
+    if output.is_dir():
+        raise OptionError(f"{output} is a folder. Choose a file name for --output.")
+    check_writable(output)
+
+
+@contextmanager
+def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
+    """Yield a writer for the file type of the output. The file gets its final name only if the block ends without an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        partial = stack.enter_context(partial_file(output))
+        writer = ArrayWriter(partial, names, stack) if output.suffix == ARRAYS else TableWriter(partial, output, stack)
+        yield writer
+        writer.finish()
+
+
+class Writer:
+    """Base class for writers that receive predictions in batches.
+
+    Batches are held back until a batch that contains a usable input determines the columns.
+    """
+
+    def __init__(self) -> None:
+        self.first: Portion | None = None
+        self.waiting: list[Portion] = []
+
+    def add(self, portion: Portion) -> None:
+        """Write a batch, or hold it back until the columns are known."""
+        self.waiting.append(portion)
+        if self.first is None and portion.table is not None:
+            self.first = portion
+        if self.first is not None:
+            for one in self.waiting:
+                self.write(one, self.first)
+            self.waiting = []
+
+    def write(self, portion: Portion, first: Portion) -> None:
+        """Write a row for each input in a batch; `first` determines the columns."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Complete the file."""
+
+
+class TableWriter(Writer):
+    """Writer for tables in CSV, JSON Lines or Parquet format. The cells of unusable inputs are left empty."""
+
+    def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
+        super().__init__()
+        self.path, self.stack = path, stack
+        self.stream: Any = None
+        kinds = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}
+        self.put = kinds[output.suffix]
+
+    def write(self, portion: Portion, first: Portion) -> None:
+        """Write the data frame of a batch."""
+        import pandas
+
+        usable = [place for place, error in enumerate(portion.rows.errors) if error is None]
+        kinds = {"i": "Int64", "b": "boolean", "f": "float64"}  # pandas types that allow missing values
+        table = first.table[:0] if portion.table is None else portion.table.set_axis(usable)
+        table = table.astype({name: kinds.get(kind.kind, object) for name, kind in table.dtypes.items()})
+        frame = table.reindex(range(len(portion.rows.names)))
+        frame.insert(0, "name", pandas.Series(portion.rows.names, dtype=object))
+        self.put(frame.assign(error=pandas.Series(portion.rows.errors, dtype=object)))
+
+    def _open(self) -> Any:
+        return self.stack.enter_context(self.path.open("w", newline="", encoding="utf-8"))
+
+    def _csv(self, frame: Any) -> None:
+        for name, kind in frame.dtypes.items():
+            if kind == "boolean":
+                frame[name] = frame[name].astype(object).map({True: "true", False: "false"})
+        if "set" in frame:
+            frame["set"] = frame["set"].map("|".join, na_action="ignore")
+        begins = self.stream is None
+        self.stream = self.stream or self._open()
+        frame.to_csv(self.stream, header=begins, index=False, float_format="%.9g", lineterminator="\n")
+
+    def _json_lines(self, frame: Any) -> None:
+        self.stream = self.stream or self._open()
+        for record in frame.astype(object).where(frame.notna(), None).to_dict("records"):
+            plain = {name: value for name, value in record.items() if value is not None}
+            self.stream.write(json.dumps(plain, ensure_ascii=False) + "\n")
+
+    def _parquet(self, frame: Any) -> None:
+        import pyarrow
+        from pyarrow.parquet import ParquetWriter
+
+        if self.stream is None:
+            kinds = {"Int64": pyarrow.int64(), "boolean": pyarrow.bool_(), "float64": pyarrow.float64()}
+            texts = {"set": pyarrow.list_(pyarrow.string())}
+            schema = [
+                (name, kinds.get(str(kind)) or texts.get(name, pyarrow.string())) for name, kind in frame.dtypes.items()
+            ]
+            self.stream = self.stack.enter_context(ParquetWriter(self.path, pyarrow.schema(schema)))
+        self.stream.write_table(pyarrow.Table.from_pandas(frame, self.stream.schema, preserve_index=False))
+
+
+class ArrayWriter(Writer):
+    """Writer for archives with an array for each field. For unusable inputs, values are NaN, or -1 in integer arrays.
+
+    Fields are collected in temporary files, so that memory use does not grow with the data.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str], stack: ExitStack) -> None:
+        super().__init__()
+        self.path, self.stack = path, stack
+        self.spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="molaplace-")))
+        self.texts: dict[str, list[str]] = {"name": [], "error": [], "classes": list(names)}
+        self.files: dict[str, Any] = {}
+        self.forms: dict[str, tuple[Any, tuple[int, ...]]] = {}
+
+    def write(self, portion: Portion, first: Portion) -> None:
+        """Append the values from a batch to each field's file."""
+        self.texts["name"] += portion.rows.names
+        self.texts["error"] += [error or "" for error in portion.rows.errors]
+        usable = np.array([error is None for error in portion.rows.errors])
+        for name, form in (first.arrays or {}).items():
+            values = np.full((len(usable), *form.shape[1:]), -1 if form.dtype.kind == "i" else np.nan, form.dtype)
+            if portion.arrays is not None:
+                if portion.arrays[name].shape[1:] != form.shape[1:]:
+                    raise DataError(
+                        f"{portion.rows.names[0]} has a map of size {portion.arrays[name].shape[1:]}, but earlier inputs have maps of "
+                        f"size {form.shape[1:]}. All maps must have the same size. Resize the inputs, or make "
+                        f"predictions for each size separately."
+                    )
+                values[usable] = portion.arrays[name]
+            if name not in self.files:
+                self.forms[name] = form.dtype, form.shape[1:]
+                self.files[name] = self.stack.enter_context((self.spool / name).open("wb"))
+            self.files[name].write(values.tobytes())
+
+    def finish(self) -> None:
+        """Pack the fields into the archive."""
+        fields: dict[str, Any] = {name: np.array(texts, dtype=np.str_) for name, texts in self.texts.items()}
+        for name, file in self.files.items():
+            file.close()
+            dtype, shape = self.forms[name]
+            fields[name] = np.memmap(self.spool / name, dtype, "r", shape=(len(self.texts["name"]), *shape))
+        with self.path.open("wb") as stream:
+            np.savez_compressed(stream, **fields)

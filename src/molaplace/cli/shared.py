@@ -1,0 +1,61 @@
+"""Helpers shared by several commands, for example to check the output folder and to report inputs that were left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from molaplace.cli.jobs.rows import Account
+from molaplace.cli.options import check_writable
+from molaplace.distributed import Team
+from molaplace.errors import OptionError
+
+LEFT_OUT = 3
+"""Exit code of a command that succeeded but left some inputs out."""
+
+
+def check_report_folder(output: Path) -> None:
+    """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
+    check_writable(output)
+    if output.is_file():
+        raise OptionError(f"{output} is a file, but the report needs a folder. Choose another --output.")
+    found = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
+    if set(found) - {"figures"} and "index.html" not in found:
+        raise OptionError(
+            f"{output} contains other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) but no report. Choose "
+            f"another --output."
+        )
+
+
+def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
+    """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
+
+    With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.
+    """
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+    elif not quiet:
+        console = Console(stderr=True, highlight=False)
+        for line in account.lines():
+            console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
+    if len(account) and team.size == 1:
+        raise typer.Exit(LEFT_OUT)
+
+
+def rule_name(rule: str) -> str:
+    """Return the command-line name of a rule, such as "nll" for Score('nll') or "calibrated" for Calibrated(price=0.01)."""
+    kind, score = re.match(r"(\w+)(?:\('(\w+)'\))?", rule).groups()  # type: ignore[union-attr]
+    return score or kind.lower()
+
+
+def scaling_words(found: Mapping[str, Any]) -> list[str]:
+    """Return a description of each logit-scaling setting that differs from its neutral value."""
+    neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
+    return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]

@@ -1,0 +1,258 @@
+"""Functions that read suites from a store and warn about records that cannot be read or compared."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molaplace.errors import StorageError
+from molaplace.evaluation.record import Comparison, Pictures, Record, Role, SetInfo
+from molaplace.options import one_of
+from molaplace.saving.schema import Optional, check
+from molaplace_lab.store import COST, SUITE, Store, read_record
+
+MAIN = "main"
+"""Name of the group that contains the methods compared by a suite; all other groups are ablations."""
+
+METHODS = {
+    "MAP": "the first network, unchanged",
+    "MAP-T": "MAP with a temperature tuned on the validation data",
+    "DE": "the plain deep ensemble: the mean of all networks' probabilities",
+    "DE-T": "DE with a temperature tuned on the validation data",
+    "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
+    "SWAG": "a Gaussian fitted to the weights from the last training steps",
+    "MultiSWAG": "a mixture of SWAGs",
+    "MIMO": "one network that makes several predictions in one forward pass",
+    "LLLA": "the first network, with a Laplace approximation of its last layer",
+    "LLLA (distance)": "MoLA (distance) with the first network only",
+    "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
+    "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
+    "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
+    "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
+    "MoLA (NLL)": "MoLA tuned by validation log loss",
+    "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
+    "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",
+    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
+    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
+}
+"""Descriptions of known methods, in table order. Tables list unknown methods last, sorted by name."""
+
+SCORE_ORDER = (
+    "max probability",
+    "entropy",
+    "GEN",
+    "mutual information",
+    "ood score",
+    "distance",
+    "energy",
+    "maximum logit",
+    "ViM",
+    "Mahalanobis",
+    "relative Mahalanobis",
+    "Mahalanobis++",
+    "nearest neighbours",
+)
+
+SUITE_SCHEMA: dict[str, Any] = {
+    "title": str,
+    "network": str,
+    "components": int,
+    "threshold": Optional(float),
+    "shift": Optional({"title": str, "axis": str}),
+    "sets": {str: {"title": str, "role": str}},
+    "examples": {str: {"shape": [int], "pixels": str}},
+    "classes": [str],
+    "notes": [str],
+}
+
+COST_SCHEMA: dict[str, Any] = {
+    "rows": [{"method": str, "fit_seconds": Optional(float), "predict_seconds": float, "bytes": int}],
+    "settings": {},
+    "environment": {},
+}
+
+AGAIN = "Run the suite again; finished records are kept."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteResults(Comparison):
+    """Results of a suite: a comparison of methods over several runs, together with ablations."""
+
+    name: str
+    network: str
+    components: int
+    threshold: float | None
+    shift_title: str
+    axis: str
+    groups: dict[str, dict[str, tuple[Record, ...]]]
+    """Records by group and method, sorted by run. The group `MAIN` contains the compared methods."""
+    cost: dict[str, Any]
+    """Content of `cost.json`: "rows" (in the order of the methods), "settings" and "environment"."""
+    warnings: tuple[str, ...]
+
+    @property
+    def runs(self) -> dict[str, tuple[Record, ...]]:
+        """Records of the compared methods, keyed by method."""
+        return self.groups.get(MAIN, {})
+
+    @property
+    def run_count(self) -> int:
+        """Number of runs of the compared methods."""
+        return len({record.run for records in self.runs.values() for record in records})
+
+
+def known_scores(suite: SuiteResults) -> list[str]:
+    """Return the outlier scores in the records: first the known scores in table order, then all others in alphabetical order."""
+    results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
+    found = {score for result in results for score in result.scores}
+    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
+
+
+def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
+    """Read the suites with the given names or, by default, all suites that have results."""
+    store = Store(results)
+    known = store.suites()
+    chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
+    return [_read_suite(store, name) for name in chosen]
+
+
+def _read_suite(store: Store, name: str) -> SuiteResults:
+    document = _document(store, name, SUITE, SUITE_SCHEMA) or {}
+    cost = _document(store, name, COST, COST_SCHEMA) or {"rows": [], "settings": {}, "environment": {}}
+    found, unread = _readable_records(store, name)
+    overlap = _overlap(document, store.directory / name / SUITE)
+    ordered = sorted(found, key=lambda record: (record.group, *_rank(record.method), record.run))
+    groups: dict[str, dict[str, tuple[Record, ...]]] = {}
+    for record in ordered:
+        methods = groups.setdefault(record.group, {})
+        methods[record.method] = (*methods.get(record.method, ()), replace(record, overlap=overlap))
+    sets, shift = _sets(document, ordered), document["shift"] or {"title": "shifted data", "axis": "level"}
+    return SuiteResults(
+        name=name,
+        **{key: document[key] for key in ("title", "network", "components", "threshold")},
+        shift_title=shift["title"],
+        axis=shift["axis"],
+        sets=sets,
+        pictures={
+            one: _pictures(given, f"{store.directory / name / SUITE}: images of {one!r}", sets[one].role)
+            for one, given in document["examples"].items()
+            if one in sets
+        },
+        classes=tuple(document["classes"]),
+        notes=tuple(document["notes"]),
+        groups=groups,
+        records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
+        cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
+        warnings=(*unread, *_disagreements(name, ordered)),
+    )
+
+
+def _document(store: Store, suite: str, name: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    document = store.read_document(suite, name)
+    try:
+        if document is not None:
+            check(document, schema, "")
+    except StorageError as error:
+        raise StorageError(f"{store.directory / suite / name}: {error} {AGAIN}") from error
+    return document
+
+
+def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
+    place = store.directory / suite
+    records: list[Record] = []
+    warnings: list[str] = []
+    for path in store.paths(suite):
+        try:
+            records.append(read_record(path))
+        except StorageError as error:
+            warnings.append(f"A record was left out, so its method lacks a run: {error}")
+    if not records and warnings:
+        raise StorageError(f"{place}: none of the {len(warnings)} records can be read. {warnings[0]}")
+    if not records:
+        raise StorageError(f"{place} contains no records. Run `molaplace bench {suite}` first.")
+    return records, warnings
+
+
+def _overlap(document: dict[str, Any], path: Path) -> float:
+    # Return the correction for runs that share data; see `Record.overlap`.
+    if not document.get("experiment", {}).get("options", {}).get("cross_fit"):
+        return 0.0
+    try:
+        tested, *others = (document["sets"][role]["count"] for role in ("test", "train", "validation"))
+    except KeyError as error:
+        raise StorageError(
+            f"{path}: the size of the set {error} is missing, but a cross-fit requires it. {AGAIN}"
+        ) from error
+    return float(tested / sum(others))
+
+
+def _rank(method: str) -> tuple[int, list[str]]:
+    # Numbers within names are compared as numbers, so that K=2 comes before K=10.
+    parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
+    return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
+
+
+def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
+    roles: tuple[Role, ...] = ("test", "shift", "outlier")
+    found: dict[str, SetInfo] = {}
+    for record in records:
+        for name, labelled in record.labelled.items():
+            found.setdefault(name, SetInfo(name, name, roles[name != "test"], labelled.count, labelled.level))
+        for name, outliers in record.outliers.items():
+            found.setdefault(name, SetInfo(name, name, "outlier", outliers.count))
+    known = document["sets"]
+    order = [name for name in known if name in found] + [name for name in found if name not in known]
+    titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
+    return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
+
+
+def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
+    try:
+        content = base64.b64decode(given["pixels"], validate=True)
+        pixels = np.frombuffer(content, dtype=np.uint8).reshape(given["shape"]).transpose(0, 2, 3, 1)
+    except ValueError as error:
+        raise StorageError(f"{place} cannot be read ({error}). {AGAIN}") from error
+    labels = given.get("label")
+    return Pictures(pixels, tuple(labels) if labels and role != "outlier" else None)
+
+
+# --- records that can be compared ------------------------------------------------------------------------------------
+
+OWN_WEIGHTS = re.compile("SWAG|MIMO")
+"""Pattern for the names of methods that train their own weights."""
+
+
+def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
+    # Yield warnings about records that cannot be compared with other records of the same run.
+    if strangers := {record.method: None for record in records if record.suite != suite}:
+        yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
+    for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
+        together = list(found)
+        different: dict[str, list[str]] = {}  # names of the differing sets, keyed by the methods in the minority
+        for name in dict.fromkeys(name for record in together for name in record.data):
+            methods: dict[str, list[str]] = {}
+            for record in together:
+                if name in record.data:
+                    methods.setdefault(record.data[name], []).append(record.method)
+            if len(methods) > 1:
+                different.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
+        for odd, names in different.items():
+            yield f"Run {run}: {odd} used different data from the other methods (the checksums of {listed(names)} differ)."
+        for group in {record.group: None for record in together}:
+            given = [one for one in together if one.group == group and not OWN_WEIGHTS.search(one.method)]
+            most = max(given, key=lambda record: len(record.networks), default=None)
+            if most and (others := [one.method for one in given if not set(one.networks) <= set(most.networks)]):
+                yield f"Run {run}: {listed(others)} used networks that {most.method} did not use (their checksums differ)."
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Join the first few names with commas, and add the number of remaining names."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

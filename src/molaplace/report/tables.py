@@ -1,0 +1,252 @@
+"""Tables of formatted text for the terminal, Markdown, HTML and LaTeX.
+
+Each `Column` defines a heading, the quantity to read from the records, and a number format. All output formats show the same text.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import pandas as pd
+
+from molaplace.evaluation.leads import Lead
+from molaplace.report.estimate import Estimate, leaders
+from molaplace.report.numbers import Numbers, On
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+Number = float | Estimate | str | None
+
+MISSING = "\N{EN DASH}"
+NOWHERE = On("", "")
+ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """The heading and number format of a column and, in tables made from records, the quantity that it shows."""
+
+    name: str
+    group: str = ""
+    """Heading above several adjacent columns."""
+    better: Literal["low", "high"] | None = None
+    """Direction of improvement; None if neither direction is better."""
+    digits: int = 1
+    on: On = NOWHERE
+    factor: float = 1.0
+    """Factor that converts numbers in the records to the unit of the column."""
+
+    @property
+    def heading(self) -> str:
+        """Name of the column, with an arrow in the direction of improvement."""
+        return f"{self.name} {ARROWS[self.better]}" if self.better else self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table of formatted text with a title and a caption."""
+
+    title: str
+    caption: str
+    columns: tuple[Column, ...]
+    texts: pd.DataFrame
+    """Formatted text of each cell, with one row per method. Headings have one level, or two if the columns are grouped."""
+    best: Collection[tuple[str, int]]
+    """Row name and column index of each bold cell."""
+    aside: Collection[str]
+    """Rows excluded from the comparison, such as published numbers."""
+
+    def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
+        """Return the escaped text of all cells; templates such as "**{}**" mark the best cells and the names of excluded rows."""
+        cells = [
+            [
+                bold.format(escape(text)) if (row, place) in self.best else escape(text)
+                for place, text in enumerate(texts)
+            ]
+            for row, texts in zip(self.texts.index, self.texts.to_numpy(), strict=True)
+        ]
+        rows = [italic.format(escape(row)) if row in self.aside else escape(row) for row in self.texts.index]
+        return pd.DataFrame(cells, rows, self.texts.rename(columns=escape).columns)
+
+
+def make_table(
+    title: str,
+    caption: str,
+    columns: Sequence[Column],
+    values: Mapping[str, Sequence[Number]],
+    aside: Mapping[str, Sequence[Number]] | None = None,
+    best: Collection[tuple[str, int]] | None = None,
+) -> Table:
+    """Format the numbers in each row and mark the best number in each column; the rows in `aside` are never marked.
+
+    `best` contains the row name and column index of each cell to mark. By default, `leaders` chooses the cells in each column.
+    """
+    if best is None:
+        best = [
+            (name, index)
+            for index, column in enumerate(columns)
+            if column.better is not None
+            for name in leaders({name: _estimate(row[index]) for name, row in values.items()}, column.better)
+        ]
+    rows = {**values, **(aside or {})}
+    heads: list[tuple[str, str]] = [(column.group, column.heading) for column in columns]
+    grouped = any(group for group, _ in heads)
+    return Table(
+        title,
+        caption,
+        tuple(columns),
+        pd.DataFrame(
+            [[_text(one, column) for one, column in zip(row, columns, strict=True)] for row in rows.values()],
+            list(rows),
+            pd.MultiIndex.from_tuples(heads) if grouped else [heading for _, heading in heads],
+        ),
+        best,
+        tuple(aside or ()),
+    )
+
+
+def _estimate(number: Number) -> Estimate | None:
+    return (
+        Estimate(number, None, 1) if isinstance(number, (int, float)) else None if isinstance(number, str) else number
+    )
+
+
+def _text(number: Number, column: Column) -> str:
+    if isinstance(number, str):
+        return number
+    estimate = _estimate(number)
+    return MISSING if estimate is None else estimate.text(column.digits)
+
+
+def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
+    """Return columns that show metrics on one set; `columns` gives the heading and format for each metric."""
+    return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
+
+
+def records_table(
+    title: str,
+    caption: str,
+    numbers: Numbers,
+    columns: Sequence[Column],
+    aside: Mapping[str, Sequence[Number]] | None = None,
+    leads: Mapping[str, Mapping[str, Lead]] | None = None,
+) -> Table:
+    """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
+
+    `leads` contains the best methods in a single-run comparison, keyed by set and metric; see `Comparison.leads`.
+    """
+    found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
+    best = None
+    if leads is not None:
+        clear = [_clear(one.on, leads) for one, _ in found]
+        best = [(name, index) for index, names in enumerate(clear) for name in numbers.methods if name in names]
+    rows = {method: [values[method] for _, values in found] for method in numbers.methods}
+    return make_table(title, caption, [one for one, _ in found], rows, aside, best)
+
+
+def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
+    # Return the methods that have a clear lead; if the metric depends on an outlier score, only leads with that score count.
+    lead = leads.get(str(on.sets), {}).get(on.metric)
+    return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print the title, the table and the caption; omit standard errors if the table is too wide for the terminal."""
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    shown, caption = _rich_table(table), table.caption
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, shown).maximum > console.width:
+        shown = _rich_table(table, errors=False)
+        shown.width = Measurement.get(console, unlimited, shown).maximum
+        caption += (
+            " The terminal is too narrow to show standard errors; the output files contain them." if caption else ""
+        )
+    console.print(Text(table.title, style="bold"))
+    console.print(shown, crop=False)
+    if caption:
+        console.print(Text(f"{caption}\n", style="dim"))
+
+
+def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    for index, column in enumerate(table.columns):
+        # The heading of a group is placed above its first column, with one word per line, so that the numbers determine the column
+        # width.
+        first = index == 0 or table.columns[index - 1].group != column.group
+        name = "\n".join(
+            [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
+        )
+        shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+    for row, texts in zip(table.texts.index, table.texts.to_numpy(), strict=True):
+        cells = [
+            Text(
+                text if errors else text.split(" \N{PLUS-MINUS SIGN}")[0], "bold" if (row, place) in table.best else ""
+            )
+            for place, text in enumerate(texts)
+        ]
+        shown.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
+    return shown
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def as_markdown(table: Table) -> str:
+    """Return the title, table and caption as Markdown; if all columns belong to one group, the top-left cell names the group."""
+    shared = {(column.group, column.better) for column in table.columns}
+    if len(shared) == 1 and table.columns[0].group:
+        corner = replace(table.columns[0], name=table.columns[0].group).heading
+        names = [column.name for column in table.columns]
+    else:
+        corner = ""
+        names = [f"{column.group} {column.heading}".strip() for column in table.columns]
+    cells = table.marked(lambda text: text.replace("|", "\\|"), "**{}**", "*{}*")
+    rows = [[name, *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
+    return "\n".join([f"### {table.title}", "", markdown_rows([corner, *names], rows), "", table.caption, ""])
+
+
+def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return rows of text as a Markdown table; the first `left` columns are left-aligned, and all others are right-aligned."""
+    aligned = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
+
+
+def as_html(table: Table) -> str:
+    """Return the table as a `<table>` element."""
+    with pd.option_context("display.max_colwidth", None):
+        text: str = table.marked(html.escape, "<b>{}</b>", "<i>{}</i>").to_html(escape=False, border=0)
+    return text
+
+
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX; backslashes, tildes and carets become spaces, and a hyphen before a number becomes a minus sign."""
+    plain = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\~^]", " ", text))
+    return re.sub(r"^-(?=\d)", "$-$", plain)
+
+
+def as_latex(table: Table) -> str:
+    """Return the table as LaTeX code that requires the packages booktabs and longtable; the table may span several pages."""
+    text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
+        column_format="l" + "r" * len(table.columns),
+        escape=False,
+        longtable=True,
+        multicolumn_format="c",
+        caption=f"{escape_latex(table.title)}. {escape_latex(table.caption)}",
+    )
+    return text

@@ -1,0 +1,61 @@
+"""Tuning rules, which choose the prior precision and, given held-out data, the scaling of the logits."""
+
+from molaplace.errors import OptionError
+from molaplace.likelihoods import Likelihood
+from molaplace.options import one_of
+from molaplace.rules.calibrated import Calibrated
+from molaplace.rules.distance import Distance
+from molaplace.rules.held_out import HeldOut, read_held_out
+from molaplace.rules.plain import PLAIN_RULES, Evidence, Outliers, Score, Threshold
+from molaplace.rules.rule import Rule, Tuning
+
+__all__ = [
+    "RULES",
+    "Calibrated",
+    "Distance",
+    "Evidence",
+    "HeldOut",
+    "Outliers",
+    "Rule",
+    "Score",
+    "Threshold",
+    "Tuning",
+    "as_rule",
+    "read_held_out",
+]
+
+RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Calibrated()}
+"""Tuning rules by name."""
+
+
+def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
+    """Return the rule with the given name, the given rule object itself or, if `rule` is None, the likelihood's default rule.
+
+    Raise `OptionError` if the rule does not apply to the likelihood, if it needs validation data and none are given, or if validation
+    data are given that it does not use.
+    """
+    name = likelihood.default_rule if rule is None else rule
+    if isinstance(name, str):
+        chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
+    elif callable(name) and not isinstance(name, type):
+        chosen = name
+    else:
+        raise OptionError(
+            f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}."
+        )
+    label = repr(name) if isinstance(name, str) else type(chosen).__name__
+
+    def applies(one: Rule) -> bool:  # a plain function is assumed to apply to every likelihood
+        return not isinstance(one, Rule) or one.applies_to(likelihood)
+
+    if not applies(chosen):
+        known = ", ".join(repr(one) for one, kind in RULES.items() if applies(kind))
+        raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.")
+    needs_data = getattr(chosen, "needs_data", True)
+    if needs_data and data is None:
+        raise OptionError(
+            f"rule {label} needs validation data. Pass val_loader, or use the rule 'evidence', which needs no validation data."
+        )
+    if not needs_data and data is not None:
+        raise OptionError(f"rule {label} uses only the training data. Omit val_loader, or choose another rule.")
+    return chosen

@@ -1,0 +1,218 @@
+"""The rule that divides logits by the distance from the training classes, while limiting the increase in validation loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from molaplace.errors import OptionError, warn
+from molaplace.likelihoods import Likelihood
+from molaplace.options import is_real, one_of
+from molaplace.rules.held_out import HeldOut
+from molaplace.rules.plain import PLAIN_RULES, Threshold
+from molaplace.rules.rule import Rule, Tuning, warned
+from molaplace.rules.scores import mean_scores
+from molaplace.rules.search import Scored
+
+if TYPE_CHECKING:
+    from molaplace.posterior import MoLA
+
+EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Distance exponents tried first. The search then refines the interval in which a limit is first exceeded."""
+
+GROWTHS = tuple(step / 16 for step in range(17))
+"""Distance exponents tried for regression. With exponent 1, the standard deviation grows in proportion to the distance, like the
+uncertainty about a function with a bounded slope."""
+
+FINEST = 2.0**-11
+"""Smallest step between two distance exponents tried."""
+
+REGRESSION_PRICE = 0.01
+"""Default limit, in nats per output, on the increase in log loss that the distance exponent may cause in regression."""
+
+FAR = 3.0
+"""Ratio of validation distances to training distances above which the rule issues a warning."""
+
+
+@dataclass(frozen=True)
+class Distance(Rule):
+    """The rule that divides logits by the distance from the training classes, while limiting the increase in validation loss.
+
+    The paper's rule lowers confidence everywhere until the mean confidence on the validation data meets a threshold. This rule chooses
+    the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold.
+    The mean confidence is then about the same under both rules, but this rule lowers confidence mostly for inputs that are unusually
+    far from the training classes.
+
+    Args:
+        price: limit on what dividing the logits by the distance may cost on the validation data. By default, the mean confidence may
+            fall to the paper's threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With
+            a number such as 0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats
+            of log loss per output; the default is 0.01.
+        rule: rule (a name or an object) that first chooses the prior precision and the temperature.
+    """
+
+    price: float | Literal["loss"] | None = None
+    rule: Rule | str = "nll"
+
+    def __post_init__(self) -> None:
+        named = self.price is None or self.price == "loss"
+        if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
+            raise OptionError(
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
+                f"log loss may rise by up to 2 %."
+            )
+        if isinstance(self.rule, str):
+            one_of(self.rule, tuple(PLAIN_RULES), "rule")
+        elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
+            raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Return True for every likelihood. For regression, the rule multiplies standard deviations instead of dividing logits."""
+        return True
+
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
+        """Choose the prior precision, temperature and distance exponent."""
+        if not posterior.has_distances:
+            raise OptionError(f"rule 'distance': {posterior.why_no_distances()}")
+        first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        if not getattr(first, "applies_to", lambda _: True)(posterior.likelihood):
+            raise OptionError(f"rule {self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.")
+        base = first(posterior, data if getattr(first, "needs_data", True) else None)
+        start = posterior.tuned(base)
+
+        def evaluate(exponents: Sequence[float]) -> Scored:
+            settings = {"temperature": base.temperature, "pooling": base.pooling, "onset": base.onset}
+            return mean_scores(start, data, exponent=exponents, **settings)
+
+        plain = {name: float(values[0]) for name, values in evaluate([0.0]).items()}
+        if posterior.likelihood.classification:
+            meets, limit, notes = self._limits(posterior, data, plain)
+            chosen, tried = _largest_exponent(evaluate, meets, EXPONENTS, FINEST)
+            summary = _summary(tried, chosen, limit)
+        else:
+            if isinstance(self.price, str):
+                raise OptionError(
+                    f"price {self.price!r} is for classification only. For regression, give the price in nats of log loss per "
+                    f"output, for example 0.01."
+                )
+            price = REGRESSION_PRICE if self.price is None else float(self.price)
+            most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
+            limit, notes = f"log loss per output at most {price:.4g} nats higher", ()
+            chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
+            summary = _regression_summary(tried, chosen)
+        if chosen == 0:
+            warn(summary)
+        order = sorted(tried)
+        return replace(
+            base,
+            rule=f"Distance: {limit}, after {base.rule}",
+            summary=summary,
+            notes=(*base.notes, *notes, *_notes(posterior)),
+            curve={"distance_exponent": tuple(order)}
+            | {name: tuple(tried[one][name] for one in order) for name in plain},
+            distance_exponent=chosen,
+        )
+
+    def _limits(
+        self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
+    ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
+        # Return the condition under which an exponent is accepted, a description of that condition, and any notes.
+        if is_real(self.price):
+            price = float(self.price or 0)
+            most = plain["nll"] * (1 + price)
+            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss", ()
+        target, _, notes = Threshold().target(data)
+        if self.price is None:
+            words = f"mean confidence at the paper's threshold, {target:.2%}"
+            return lambda row: row["confidence"] >= target, words, notes
+        paper = Threshold()(posterior, data)
+        loss = float(mean_scores(posterior, data, precision=paper.prior_precision[:1])["nll"][0])
+        words = f"log loss at most that of the paper's rule, and mean confidence at least {target:.2%}"
+        return lambda row: row["confidence"] >= target and row["nll"] <= loss, words, notes
+
+
+def _largest_exponent(
+    evaluate: Callable[[Sequence[float]], Scored],
+    meets: Callable[[dict[str, float]], bool],
+    first: Sequence[float],
+    finest: float,
+) -> tuple[float, dict[float, dict[str, float]]]:
+    """Return the largest exponent that, like all smaller candidates, meets the limits (0 if there is none), and all scores."""
+    tried: dict[float, dict[str, float]] = {}
+    new = list(first)
+    while True:
+        found = evaluate(new)
+        for place, one in enumerate(new):
+            tried[one] = {name: float(values[place]) for name, values in found.items()}
+        order = sorted(tried)
+        last = 0.0
+        for one in order:
+            if not meets(tried[one]):
+                break
+            last = one
+        above = [one for one in order if one > last]
+        if not above or above[0] - last <= finest or not meets(tried[0.0]):
+            return last, tried
+        step = max(finest, (above[0] - last) / 8)
+        new = [last + step * part for part in range(1, round((above[0] - last) / step))]
+
+
+def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) -> str:
+    plain, now = tried[0.0], tried[chosen]
+    if chosen == 0:
+        return (
+            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). At exponent 0, the mean "
+            f"confidence on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, "
+            f"for example with mola.rules.Distance(price=0.02)."
+        )
+    change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+    return (
+        f"Dividing by the distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
+        f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
+        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four "
+        f"times that distance."
+    )
+
+
+def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> str:
+    if chosen == 0:
+        return (
+            "The distance has no effect, because even the smallest exponent would raise the log loss by more than the price. Raise "
+            "the price, for example with mola.rules.Distance(price=0.05)."
+        )
+    return (
+        f"Scaling by the distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. "
+        f"Standard deviations are multiplied by {2**chosen:.3g} at twice the usual distance from the training data."
+    )
+
+
+def _notes(posterior: MoLA) -> tuple[str, ...]:
+    reference = posterior.scaling.reference
+    assert reference is not None
+    distances = [one.layer.distance for one in posterior.components if one.layer and one.layer.distance]
+    notes = []
+    if not all(one.known for one in distances):
+        notes.append(
+            warned(
+                "the training features of at least one network do not vary within classes, so its distances are all set to 1."
+            )
+        )
+    else:
+        pairs = zip(reference.scales, distances, strict=True)
+        logs = [math.log(max(scale.distance, 1e-300) / max(one.training_distance, 1e-300)) for scale, one in pairs]
+        ratio = math.exp(sum(logs) / len(logs))
+        if ratio > FAR:
+            notes.append(
+                warned(
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data are. Either "
+                    f"there are too few training data for the number of features, or the validation data differ from the training "
+                    f"data."
+                )
+            )
+    if any(one.num_predicted for one in distances):
+        notes.append(
+            "the training data had no labels, so distances are measured from the classes that the networks predict."
+        )
+    return tuple(notes)

@@ -1,0 +1,284 @@
+r"""The interface of curvature structures and the linear algebra they share.
+
+A `Structure` accumulates sums over batches and then solves a single eigenproblem. The result is a `Curvature`, which excludes the
+prior. Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value of
+:math:`\lambda` or for many at once.
+
+In all tensor shapes, n is the number of data points, P is the number of features (including the constant 1), and C is the number of
+outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d)
++ L(u u^\top)` (`mola.likelihoods.base`). Without the separate part d, as for a softmax, adding the same number to all outputs has no
+effect; the direction of this shift is called *hidden*. The hidden direction is handled exactly; no code relies on a computed
+eigenvalue being zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from molaplace.errors import OptionError, StructureTooLargeError
+from molaplace.likelihoods.base import OutputCurvature
+from molaplace.numerics import Generator
+from molaplace.structures.sums import Sums
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Smallest and largest allowed prior precisions."""
+
+OUTLIER_RIDGE = 1e-10
+"""Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. The ridge leaves
+lengths almost unchanged in directions that the training data span; in all other directions, it makes lengths very large instead of
+infinite."""
+
+Precision: TypeAlias = "float | Tensor"
+"""One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
+
+
+def check_precision(value: float) -> float:
+    """Return a prior precision as a float; raise `OptionError` if it is not a number in the allowed range."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not SMALLEST <= number <= LARGEST:
+        raise OptionError(
+            f"prior_precision must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
+            f"Gaussian prior. For predictions without covariance, use mola.ensemble."
+        )
+    return number
+
+
+class Structure(ABC):
+    """An approximation of the Hessian of the last layer."""
+
+    name: str
+    smaller: str | None = None
+    """Name of the structure that error messages recommend if this one needs too much memory. If None, the recommendation depends on
+    the numbers of features and outputs."""
+    additive = True
+    """True if the sums over the whole training set can be obtained by adding sums over its parts in any order."""
+
+    @abstractmethod
+    def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
+        """Return the float64 sums over one batch, given its output curvature and its features (n, P), including the constant 1.
+
+        The names of the sums are arbitrary, with one exception: the tensor "separate" holds the sums that contain the outputs'
+        separate curvature (`OutputCurvature`), with the outputs as the first axis. This tensor is present only if the likelihood has
+        separate curvature. If it is absent, adding the same number to all outputs has no effect, as for a softmax (`hides_shift`). For
+        regression, this tensor is divided by the noise variance.
+        """
+
+    @abstractmethod
+    def solve(self, sums: Sums) -> Curvature:
+        """Compute the curvature from the sums."""
+
+    def accumulate(self, total: Sums, batch: Sums) -> Sums:
+        """Add the sums of a batch to the total, in place."""
+        total += batch
+        return total
+
+    @abstractmethod
+    def bytes(self, features: int, outputs: int) -> int:
+        """Return the peak memory, in bytes, needed to fit one network."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the structure's constructor arguments as a JSON-serialisable dictionary."""
+        return {}
+
+
+def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
+    """Raise `StructureTooLargeError` if fitting networks with these numbers of features would need more memory than is free."""
+    needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
+    if free is not None and needed > free:
+        smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
+        raise StructureTooLargeError(
+            f"structure {structure.name!r} takes about {needed / 1e9:.1f} GB to fit ({len(features)} x {outputs:,} outputs x "
+            f"{max(features):,} features), but only {free / 1e9:.1f} GB is free. Use structure "
+            f"{smaller!r}."
+        )
+
+
+def _free_memory() -> int | None:
+    # Return the available memory on Linux, the total memory on other systems, or None if it is unknown.
+    with suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+        if found is not None:
+            return 1024 * int(found[1])
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+@dataclass(frozen=True)
+class Curvature(ABC):
+    """The curvature of a last layer in its eigenbasis, in float64 and without the prior."""
+
+    outputs: int
+    features: int
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same curvature on another device."""
+        moved: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    @abstractmethod
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Return the variances (n, C) of the logits for features (n, P); for L prior precisions, their shape is (L, n, C)."""
+
+    @abstractmethod
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Return the covariance (n, C, C) of the logits."""
+
+    @property
+    @abstractmethod
+    def noise_size(self) -> int:
+        """Number of standard normal variables in one draw of the logits."""
+
+    @abstractmethod
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Turn standard normals (S, noise_size) shared by all data into logit deviations (n, S, C), up to a common shift."""
+
+    @abstractmethod
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
+        """Draw random offsets (count, C, P) to add to the trained weights."""
+
+    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
+        return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
+
+    @abstractmethod
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
+
+    @abstractmethod
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """Return the Mahalanobis length (n,) of each feature vector relative to the training features."""
+
+    @abstractmethod
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """Return the marginal covariance (P, P) of one output's weights."""
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """Return the smallest eigenvalue (C,) of each output's marginal covariance."""
+        blocks = (self.class_covariance(precision, output) for output in range(self.outputs))
+        return torch.stack([torch.linalg.eigvalsh(block)[0] for block in blocks])
+
+    @abstractmethod
+    def divided(self, by: float) -> Self:
+        """Return the curvature divided by a number, such as a factor applied to the noise variance."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Covariance of the logits `phi' w / s` for n data points; links combine it with the mean."""
+
+    curvature: Curvature
+    phi: Tensor
+    """Features (n, P), including the constant 1."""
+    precision: Precision
+    divisor: float | Tensor = 1.0
+    """Divisor s of the logits: either 1 or a tensor (..., n, 1)."""
+
+    @property
+    def _column(self) -> float | Tensor:
+        return self.divisor[..., None] if isinstance(self.divisor, Tensor) else self.divisor
+
+    def variance(self, *, centred: bool = False) -> Tensor:
+        """Return the variance (..., n, C) of each logit."""
+        if isinstance(self.precision, float):
+            return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
+        # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
+        # 1000 classes, computing the variances takes most of the time.
+        precisions, places = torch.unique(self.precision, return_inverse=True)
+        return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
+
+    def covariance(self, *, centred: bool = False) -> Tensor:
+        """Return the covariance (..., n, C, C) of the logits for a single prior precision."""
+        return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normal variables in one draw of the logits."""
+        return self.curvature.noise_size
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Return deviations (..., n, S, C) of the logits, up to a common shift, for a single prior precision."""
+        return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
+
+    def by_weights(self, count: int, generator: Generator) -> Tensor:
+        """Return deviations (..., n, count, C) of the logits, computed from draws of the weights for a single prior precision."""
+        return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
+
+    def divided(self, divisor: Tensor) -> Spread:
+        """Return the spread after dividing each datum's logits by its entry in `divisor` (..., n, 1)."""
+        return replace(self, divisor=divisor * self.divisor)
+
+
+# --- linear algebra ---------------------------------------------------------------------------------------------------
+
+
+def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
+    """Return the prior precision as a tensor with `dims` trailing dimensions of size 1, for broadcasting."""
+    value = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
+    return value.reshape(*value.shape, *[1] * dims)
+
+
+def hides_shift(sums: Sums) -> bool:
+    """Return True if no output has separate curvature, so that adding the same number to all outputs has no effect."""
+    return "separate" not in sums.tensors
+
+
+def contrasts(outputs: int) -> Tensor:
+    """Return Helmert's orthonormal basis (C, C - 1) of the vectors that sum to zero."""
+    size = torch.arange(1, outputs, dtype=torch.float64, device="cpu")
+    upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64, device="cpu")) / (size * (size + 1)).sqrt()
+    upper[1:].diagonal().copy_(-(size / (size + 1)).sqrt())
+    return upper
+
+
+def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
+    """Return orthonormal bases of the output directions with curvature, (C, R), and of the hidden directions, (C, C - R)."""
+    if not hidden:
+        return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
+            outputs, 0, dtype=torch.float64, device="cpu"
+        )
+    return contrasts(outputs), torch.full((outputs, 1), outputs**-0.5, dtype=torch.float64, device="cpu")
+
+
+def laplacian(weights: Tensor) -> Tensor:
+    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel out, so they are ignored."""
+    off_diagonal = weights - torch.diag(weights.diagonal())
+    return torch.diag(off_diagonal.sum(1)) - off_diagonal
+
+
+def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues (clamped to be non-negative) and eigenvectors of a positive semi-definite matrix, both on the CPU."""
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.clamp_min(0), vectors
+
+
+def centred_variance(variance: Tensor) -> Tensor:
+    """Return `v_c (1 - 2/C) + mean(v) / C`, the variances (..., C) of independent outputs after their mean is subtracted."""
+    outputs = variance.shape[-1]
+    return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
+
+
+def centred_diagonal(variance: Tensor) -> Tensor:
+    """Return the covariance (..., C, C) of independent outputs with variances (..., C) after their mean is subtracted."""
+    outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
+    return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
+
+
+def mahalanobis_weights(values: Tensor) -> Tensor:
+    """Return `1 / (b + ridge)` for the eigenvalues b (P,) of the features' mean outer product, or 1 if every eigenvalue is 0."""
+    largest = values.max()
+    return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))

@@ -1,0 +1,216 @@
+r"""Algorithm 1 for a very large number of classes: only the diagonal of the class factor is stored, not a C x C matrix.
+
+A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
+classes and whose edges measure how often two classes are confused. The diagonal of A, :math:`d_c = \frac1N \sum_n p_{nc} (1 -
+p_{nc})`, contains the degrees of the nodes: C numbers, each an average over the data. Among all graphs with these degrees, we
+choose the one in which no two classes are confused more often than their degrees imply. The edge weights of this graph are
+:math:`T q_i q_j`, with :math:`q \ge 0` and :math:`\sum_c q_c = 1`; the degrees determine q and T:
+
+.. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
+
+:math:`A_d` has the same diagonal as A and, like A, no curvature along the all-ones vector, a direction that the softmax ignores.
+:math:`A_d` *equals* A if C = 2, if there is only one datum, or if the outputs' curvature is the same for all data. In general, let
+:math:`\nu_2` and :math:`\nu_{\max}` be the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\,
+\mathrm{diag}(d)^{-1/2}`, which lie between 0 and 2. Then
+
+.. math:: \nu_2 (1 - q_{\max})\, A_d \preceq A \preceq \nu_{\max}\, A_d ,
+   \qquad \frac{U_d}{\nu_{\max}} \preceq U \preceq \frac{U_d}{\nu_2 (1 - q_{\max})},
+
+so a logit's variance under `kron` is at least half its variance under this structure. The variance under `kron` is larger only to
+the extent that the classes form groups whose members are confused with one another. The second pair of bounds follows from the first
+because :math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
+
+The inverse has a closed form. With :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lambda)`, the centring matrix :math:`\Pi` and
+:math:`\kappa = \sqrt\lambda / \sum_c (1 - \sqrt\lambda \gamma_c)`,
+
+.. math:: U = (\sqrt N A_d + \sqrt\lambda I)^{-1} = \Pi\, (\mathrm{diag}(\gamma) + \kappa\, \gamma \gamma^\top)\, \Pi
+   + \tfrac{1}{\sqrt\lambda}\, \tfrac{1 1^\top}{C}.
+
+All terms are positive, and the only subtraction removes the mean of :math:`\gamma`. If the prior outweighs the data, all
+:math:`\gamma_c` are close to :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that
+no digits are lost.
+
+If the outputs have separate curvature s, it is added to the diagonal, and no direction is hidden. In this case, :math:`U =
+\mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with :math:`\gamma_c = 1 / (\sqrt N (s_c + T
+q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from molaplace.likelihoods.base import OutputCurvature
+from molaplace.numerics import Generator, standard_normals
+from molaplace.structures.base import (
+    Curvature,
+    Precision,
+    Structure,
+    as_column,
+    centred_diagonal,
+    centred_variance,
+    eigensystem,
+)
+from molaplace.structures.kron import FactoredCurvature
+from molaplace.structures.sums import Sums
+
+HALVINGS = 80
+"""Number of bisection steps for T, enough for float64 precision."""
+
+
+@dataclass(frozen=True)
+class KronDiag(Structure):
+    """Algorithm 1 with only the diagonal of the class factor. It needs O(C + P^2) memory, so it suits large vocabularies."""
+
+    name = "kron-diag"
+
+    def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
+        """Return the diagonals (C,) of the coupled and separate curvature, and the sum (P, P) of the features' outer products."""
+        sums = {"gram": phi.T @ phi}
+        if curvature.coupling is not None:
+            # This difference of two sums loses no more digits than u_c (sum(u) - u_c) and is faster to compute. It also avoids
+            # an (n, C) table of squares, which would triple the time with 32,000 classes.
+            coupling = curvature.coupling
+            sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
+        if curvature.separate is not None:
+            sums["separate"] = curvature.separate.sum(0)
+        return sums
+
+    def solve(self, sums: Sums) -> Curvature:
+        """Eigendecompose B and find the graph whose degrees are given by the sums."""
+        values, vectors = eigensystem(sums.tensors["gram"] / sums.count)
+        degrees, separate = (sums.tensors.get(name) for name in ("degrees", "separate"))
+        separate = None if separate is None else separate.cpu() / sums.count
+        given = degrees if degrees is not None else separate
+        assert given is not None
+        total, nodes = graph_of_degrees(torch.zeros_like(given) if degrees is None else degrees.cpu() / sums.count)
+        return KronDiagCurvature(len(given), len(values), sums.count, values, vectors, total, nodes, separate)
+
+    def bytes(self, features: int, outputs: int) -> int:
+        """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of the feature factor."""
+        return 8 * (4 * features**2 + 8 * outputs)
+
+
+def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
+    """Find the graph with edges `T q_i q_j` and the given degrees (C,), i.e. solve `T q_c (1 - q_c) = d_c` and `sum q = 1`.
+
+    Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the larger root is used for the
+    largest degree. In any graph, the largest degree is at most the sum of the other degrees. If the two are equal, as in a star, the
+    exact T is infinite, and a very large T is returned.
+
+    Returns:
+        The scale T of the edge weights and the node weights q (C,).
+    """
+    degrees = degrees.clamp_min(0)
+    largest = int(degrees.argmax())
+    most = float(degrees[largest])
+    if most <= 0:
+        return 0.0, torch.full_like(degrees, 1 / len(degrees))
+    shares = degrees / most
+
+    def roots(part: float, *, other: bool) -> Tensor:
+        # Return the smaller root of each quadratic equation, given part = 4 max(d) / T. If `other` is True, use the larger root for
+        # the largest degree.
+        discriminant = (1 - part * shares).clamp_min(0).sqrt()
+        found = part * shares / (2 * (1 + discriminant))
+        if other:
+            found[largest] = (1 + discriminant[largest]) / 2
+        return found
+
+    other = float(roots(1.0, other=False).sum()) < 1
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        # If only the smaller roots are used, their sum increases with `part`. If the larger root is used, the sum is 1 at part = 0,
+        # increases at first, and then decreases.
+        if (float(roots(middle, other=other).sum()) < 1) != other:
+            low = middle
+        else:
+            high = middle
+    found = roots(high, other=other)
+    return 4 * most / high, found / found.sum()
+
+
+@dataclass(frozen=True)
+class KronDiagCurvature(FactoredCurvature):
+    """A factored curvature whose factor U, computed from the degrees of A, is a diagonal matrix plus a rank-one matrix."""
+
+    total: float
+    """Scale T of the edge weights `T q_i q_j`."""
+    nodes: Tensor
+    """Node weights q (C,) of the graph."""
+    separate: Tensor | None
+    """Mean separate curvature (C,), or None if adding the same number to all outputs has no effect."""
+
+    def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
+        """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph."""
+        root = self.count**0.5
+        floor = torch.zeros_like(self.nodes) if self.separate is None else root * self.separate
+        rest = floor + as_column(precision, self.nodes, 1) ** 0.5
+        return 1 / (rest + root * self.total * self.nodes), rest
+
+    def shared(self, precision: Precision) -> Tensor:
+        """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a direction is hidden, U must be centred afterwards."""
+        gamma, rest = self.own(precision)
+        edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
+        if self.separate is not None:
+            return (edge / (self.nodes * gamma * rest).sum(-1, keepdim=True)).sqrt() * self.nodes * gamma
+        learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
+        total = learned.sum(-1, keepdim=True)
+        some = torch.where(total > 0, total, torch.ones_like(total))
+        # Both formulas give the same k. Subtracting the mean from the smaller vector loses fewer digits.
+        by_learned = (learned.mean(-1, keepdim=True) - learned) / (prior * some).sqrt()
+        by_gamma = (prior / some).sqrt() * (gamma - gamma.mean(-1, keepdim=True))
+        smaller = learned.amax(-1, keepdim=True) < prior * gamma.amax(-1, keepdim=True)
+        return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
+
+    def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
+        gamma, extra = self.own(precision)[0], self.shared(precision).square()
+        if self.separate is not None:
+            return gamma + extra
+        visible = centred_variance(gamma) + extra
+        return visible if centred else visible + self._shift(precision)
+
+    def _shift(self, precision: Precision) -> Tensor:
+        return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
+
+    def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
+        """Return U (C, C) or, if `centred` is True, its centred part, for links that need covariances."""
+        gamma, shared = self.own(precision)[0], self.shared(precision)
+        if self.separate is not None:
+            return torch.diag(gamma) + shared[:, None] * shared
+        visible = centred_diagonal(gamma) + shared[:, None] * shared
+        return visible if centred else visible + self._shift(precision)
+
+    @property
+    def noise_size(self) -> int:
+        """Number of outputs plus one: one standard normal variable for each logit and one shared by all logits."""
+        return self.outputs + 1
+
+    def class_draws(self, precision: float, noise: Tensor) -> Tensor:
+        """Return `sqrt(gamma) * noise + k * z`, where z is an additional standard normal variable."""
+        return noise[:, :-1] * self.own(precision)[0].sqrt() + noise[:, -1:] * self.shared(precision)
+
+    def class_log_determinant(self, precision: Tensor) -> Tensor:
+        """Return `log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
+        gamma, rest = self.own(precision)
+        return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
+
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
+        """Draw independent normals for each class and normals shared by all classes, then multiply both by a square root of V."""
+        root = self.feature_vectors * self.feature_inverse(precision).sqrt()
+        noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
+        drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]
+        drawn = drawn + self.shared(precision)[:, None] * noise[:, -2:-1]
+        if self.separate is not None:
+            return drawn
+        return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] * self._shift(precision).sqrt()
+
+    def divided(self, by: float) -> Self:
+        """Return the curvature with both the graph and the separate part divided by a number."""
+        separate = None if self.separate is None else self.separate / by
+        return replace(self, total=self.total / by, separate=separate)

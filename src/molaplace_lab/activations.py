@@ -1,0 +1,267 @@
+"""A suite's networks and their activations; activations are computed once, stored on disk and shared by all methods and ablations.
+
+The activations of a network on a data set are stored in a file whose path contains the checksums of both. Outdated files are
+therefore never read, and an interrupted run loses only the files it was computing. A large set is split into several files, which
+the processes of a team compute in parallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import molaplace as mola
+from molaplace.component import Component
+from molaplace.distributed import Team
+from molaplace.errors import OptionError, located
+from molaplace.likelihoods import CATEGORICAL
+from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
+from molaplace.saving.weights import load_weights
+from molaplace_lab.activations_file import HeadOnly, Stored, write_rows
+from molaplace_lab.suite import Source, checksum
+
+Progress = Callable[[str, float], None]
+
+SLICE = 1024
+"""Number of examples in each file of a large set; an interrupted process loses the activations of at most this many examples."""
+
+LOADED = 8
+"""Maximum number of networks kept in memory at once."""
+
+CHECKPOINT = 200
+"""Number of batches between successive checkpoints of the sums over the training data."""
+
+
+def fast_inputs(inputs: Tensor) -> Tensor:
+    """Return the inputs in the fastest memory layout: channels last for colour images, unchanged otherwise."""
+    return inputs.contiguous(memory_format=torch.channels_last) if _has_colours(inputs) else inputs
+
+
+def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
+    """Convert a network to the fastest memory layout for the given inputs, and return it."""
+    if _has_colours(inputs):
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network
+
+
+def _has_colours(inputs: Tensor) -> bool:
+    return inputs.dim() == 4 and inputs.shape[1] > 1
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network that is built on demand."""
+
+    path: Path | None
+    """File that contains the weights, or None if `build` returns a network that is already trained."""
+    build: Callable[[], nn.Module]
+    checksum: str
+    name: str = ""
+    """Name given by the user, if the networks are listed individually."""
+
+    @property
+    def label(self) -> str:
+        """Label shown in messages and progress bars."""
+        return self.name or (self.path.name if self.path is not None else self.checksum)
+
+    def load(self) -> nn.Module:
+        """Return the network with its trained weights, in float32 and in evaluation mode."""
+        network = self.build()
+        if self.path is not None:
+            load_weights(network, self.path)
+        return network.float().eval()
+
+
+def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
+    """Open the networks stored in `paths`; `build` returns a network with their common architecture."""
+    return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
+
+
+def network_checksum(network: nn.Module, name: str) -> str:
+    """Return a checksum of the network's weights, its layers and their source code, and the given name."""
+    digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
+    for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
+        if not kind.__module__.startswith("torch."):
+            with contextlib.suppress(
+                OSError, TypeError
+            ):  # classes defined in a console, for example, have no source code
+                digest.update(inspect.getsource(kind).encode())
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Activations:
+    """A folder that stores activations and, for training sets whose activations are not stored, sums over the data."""
+
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        self.directory, self.device = directory, torch.device(device)
+
+    def paths(self, network: Network, source: Source) -> list[Path]:
+        """Return the paths of a network's activations on a set: one file, or one file per slice of a large set."""
+        folder = self.directory / network.checksum
+        if len(parts := _parts(source)) == 1:
+            return [folder / f"{source.checksum}.safetensors"]
+        return [folder / source.checksum / f"{rows.start:09d}.safetensors" for rows in parts]
+
+    def compute(
+        self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
+    ) -> None:
+        """Compute the missing activations, dividing the work among the processes by network, set and slice."""
+        team = team or Team.single()
+        # A task consists of a list of network indices, a set index and a slice index. All ranks use rank 0's tasks, because a rank
+        # that looks for files later may find more of them.
+        tasks: list[tuple[list[int], int, int]] = []
+        for place, source in enumerate(sources):
+            paths = [self.paths(network, source) for network in networks]
+            for part in range(len(paths[0]) if paths else 0):
+                missing = [index for index, files in enumerate(paths) if not files[part].exists()]
+                # The data for a task are prepared (decoded, corrupted, rotated) once for all of its networks.
+                size = min(LOADED, -(-len(missing) // team.size)) or 1
+                tasks += [(missing[first : first + size], place, part) for first in range(0, len(missing), size)]
+        tasks = team.share(tasks)
+        if tasks:
+            _check_outputs(networks, sources[0])
+        own = tasks[team.rank :: team.size]
+        load = lru_cache(maxsize=LOADED)(Network.load)
+        for done, (indices, place, part) in enumerate(own):
+            chosen, source = [networks[index] for index in indices], sources[place]
+            labels = [network.label for network in chosen]
+            progress(f"{', '.join(labels)} on {source.title}", done / len(own))
+            files = [self.paths(network, source)[part] for network in chosen]
+            self._run(
+                files, labels, [load(network).to(self.device) for network in chosen], source, _parts(source)[part]
+            )
+        team.collect(None)  # wait, so that no process reads a file before all files are complete
+        progress("activations are ready", 1.0)
+
+    def _run(
+        self,
+        paths: Sequence[Path],
+        labels: Sequence[str],
+        networks: Sequence[nn.Module],
+        source: Source,
+        rows: range,
+    ) -> None:
+        # Compute and write the activations of all networks in a single pass over the data.
+        device = self.device
+        # Outliers do not belong to any class of the network, so their labels are not used.
+        labelled = source.role != "outlier"
+        batches: Iterable[Any] = (
+            (inputs.to(device), targets.to(device)) if labelled else [inputs.to(device)]
+            for inputs, targets in source.read(rows)
+        )
+        written: list[list[dict[str, Tensor]]] = [[] for _ in networks]
+        with evaluating(*networks):
+            first, every = peek(batches, source.title)
+            networks = [fast_network(network, first[0]) for network in networks]
+            heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
+            captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
+            for chunk in (chunk for batch in captured for chunk in batch.chunks()):
+                targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
+                for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
+                    dtype = (
+                        head.layer.weight.dtype
+                    )  # keep the network's own precision, because float64 would add no accuracy
+                    features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
+                    row = {"features": features, "logits": logits, "labels": targets}
+                    kept.append({name: values.detach().cpu() for name, values in row.items()})
+        for path, kept, head, label in zip(paths, written, heads, labels, strict=True):
+            metadata = {"set": source.name, "network": label}
+            write_rows(path, kept, len(rows), _layer(head.layer), metadata)
+
+    def read(self, networks: Sequence[Network], source: Source) -> Stored:
+        """Return the networks' stored activations on a set or part of a set."""
+        whole = source.whole or source
+        stored = Stored.open([self.paths(network, whole) for network in networks])
+        return stored if source.whole is None else stored.at(source.places)
+
+    def _sums(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
+        identity = checksum([network.checksum for network in networks], source.checksum, structure)
+        return self.directory / "sums" / identity
+
+    def compute_sums(
+        self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
+    ) -> None:
+        """Fit all networks in one pass over a training set, which is divided among the processes.
+
+        Checkpoints are saved, so that an interrupted pass can be resumed.
+        """
+        path = self._sums(networks, source, structure)
+        if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it
+            return
+        posterior = mola.fit(
+            [network.to(self.device) for network in _load(networks, source)],
+            _Shard(source, team, progress),
+            structure=structure,
+            team=team,
+            checkpoint=path.with_suffix(".under-way"),
+            checkpoint_every=CHECKPOINT,
+            progress=False,
+        )
+        if team.first:
+            posterior.save(path)
+        team.collect(None)  # wait, so that no process reads the file before it is complete
+
+    def read_sums(
+        self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
+    ) -> mola.MoLA:
+        """Return the saved posterior, not yet tuned, for the given heads (of all networks or only the first few)."""
+        fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
+        components: list[Component] = []
+        for component, head in zip(fitted.components, heads, strict=False):
+            layer, place = component.require_layer("streamed sums"), head_by_name(head, "head")
+            components.append(Component(head, place, layer, component.prior_precision, component.likelihood))
+        return mola.MoLA(components, fitted.link, "uniform")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    # The slices of a training set that are assigned to this process; each pass reads them again.
+    source: Source
+    team: Team
+    progress: Progress
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        source, team, done = self.source, self.team, 0
+        for start in range(team.rank * SLICE, source.count, team.size * SLICE):
+            for inputs, labels in source.read(range(start, min(start + SLICE, source.count))):
+                yield inputs, labels
+                done += len(labels)
+                self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))
+
+
+def _load(networks: Sequence[Network], source: Source) -> list[nn.Module]:
+    example = next(iter(source))[0][:1]
+    return [fast_network(network.load(), example) for network in networks]
+
+
+def _check_outputs(networks: Sequence[Network], source: Source) -> None:
+    (inputs, _), _ = peek(source, source.title)
+    outputs: dict[str, int] = {}
+    for network in networks:
+        loaded = network.load()
+        with evaluating(loaded), located(network.label):
+            outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
+    if len(set(outputs.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
+        raise OptionError(f"the networks of a mixture must have the same number of outputs; got {listed}.")
+
+
+def _layer(head: nn.Module) -> dict[str, Any]:
+    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
+def _parts(source: Source) -> list[range]:
+    size = SLICE if source.large else max(source.count, 1)
+    return [range(start, min(start + size, source.count)) for start in range(0, source.count, size)]

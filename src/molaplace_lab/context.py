@@ -1,0 +1,104 @@
+"""The context in which a method runs: stored activations, whole networks, training data, and predictions stored on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from molaplace.evaluation.answers import Answer
+from molaplace.likelihoods import CATEGORICAL
+from molaplace.outliers import max_probability_score
+from molaplace.uncertainty import entropy
+from molaplace_lab.activations import Activations, Network, fast_inputs
+from molaplace_lab.activations_file import BATCH, TensorFile, write_rows
+from molaplace_lab.methods import Material
+from molaplace_lab.suite import Source, Suite, TrainingData, checksum
+
+Predictor = Callable[[Tensor], Tensor]
+"""Function that maps a batch of inputs to the class probabilities (n, C) predicted by one draw or one ensemble member."""
+
+CHUNK = 64 * BATCH
+"""Number of examples whose predictions are read at once."""
+
+
+@dataclass(frozen=True)
+class StoredPrediction:
+    """The mean prediction of several predictors."""
+
+    probs: Tensor
+    """Mean probabilities (n, C)."""
+    own_entropy: Tensor
+    """Mean entropy (n,) of the predictions of the individual predictors."""
+
+    def answer(self, predictors: int) -> Answer:
+        """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
+        total = entropy(self.probs)
+        given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
+        if predictors > 1:
+            given["mutual information"] = (total - self.own_entropy).clamp(min=0)
+        return Answer(self.probs, given)
+
+    @staticmethod
+    def mean(predictions: Iterable[StoredPrediction]) -> StoredPrediction:
+        """Return the equally weighted mean of several predictions."""
+        every = list(predictions)
+        return StoredPrediction(
+            torch.stack([one.probs for one in every]).mean(0), torch.stack([one.own_entropy for one in every]).mean(0)
+        )
+
+
+@dataclass(frozen=True)
+class Context(Material):
+    """The data and networks of one run. Last-layer methods need only the stored activations, which `Material` provides."""
+
+    suite: Suite
+    network: str
+    """Name of the architecture."""
+    networks: tuple[Network, ...]
+    """The run's networks."""
+    run: int
+    sources: Mapping[str, Source]
+    activations: Activations
+    training: Callable[[], TrainingData]
+    """Function that loads the training data of the suite's networks onto the device."""
+
+    @property
+    def device(self) -> str:
+        """Device on which networks are run and trained."""
+        return str(self.activations.device)
+
+    def folder(self, kind: str, *identity: object) -> Path:
+        """Return a training run's cache folder, whose name is a checksum of the training setup and `identity`."""
+        augment = self.suite.recipe.augment
+        key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
+        return self.activations.directory / kind / key
+
+    def predictions(
+        self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
+    ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
+        """Yield mean predictions and labels for a set in chunks. Predictions are computed once and stored on disk.
+
+        `predictors` maps keys, which identify the stored predictions, to functions that yield predictors one at a time. The
+        predictions of all predictors from the same function are averaged.
+        """
+        source, files = self.sources[name], []
+        for key, make in predictors.items():
+            path = self.activations.directory / "predictions" / key / f"{source.checksum}.safetensors"
+            if not path.exists():
+                found = StoredPrediction.mean(self._predict(predictor, source) for predictor in make())
+                columns = {"probs": found.probs, "entropy": found.own_entropy}
+                write_rows(path, [columns], source.count, {}, {"set": source.name})
+            files.append(TensorFile(path, "predictions"))
+        for index, labels in enumerate(torch.split(self.read(name).labels, CHUNK)):
+            rows = (index * CHUNK, (index + 1) * CHUNK)
+            yield [StoredPrediction(file.read("probs", *rows), file.read("entropy", *rows)) for file in files], labels
+
+    def _predict(self, predictor: Predictor, source: Source) -> StoredPrediction:
+        with torch.no_grad():
+            batches = (fast_inputs(inputs.to(self.device)) for inputs, _ in source.open())
+            probs = torch.cat([predictor(inputs).float().cpu() for inputs in batches])
+        return StoredPrediction(probs, entropy(probs))

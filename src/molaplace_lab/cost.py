@@ -1,0 +1,213 @@
+"""The cost of each method: fit time, prediction time and memory, measured together in one run."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import molaplace as mola
+from molaplace_lab.activations import Network, Progress
+from molaplace_lab.mimo import Mimo
+from molaplace_lab.runner import environment
+from molaplace_lab.suite import Budget, Source, SwagBudget
+from molaplace_lab.swag import MultiSwag
+from molaplace_lab.training.loop import train_epoch
+from molaplace_lab.training.swag import fit_swag, norm_layers, recompute_statistics, swag_loss
+
+REPEATS = 5
+
+FEWER = 16
+"""Factor by which the number of test images is reduced for methods that draw many networks for each prediction."""
+
+Loader = Sequence[tuple[Tensor, Tensor]]
+Work = tuple[Callable[[Loader], object], Loader, int]
+"""One part of a fit: a function, the loader passed to it, and the number of calls."""
+
+
+@dataclass(frozen=True)
+class _Method:
+    name: str
+    predictor: Any
+    networks: Sequence[nn.Module]
+    """Networks that are stored in addition to the predictor's files."""
+    test: Loader
+    fit: Sequence[Work] = ()
+
+
+def measure_cost(
+    networks: Sequence[Network],
+    train: Source,
+    test: Source,
+    budget: Budget | None,
+    progress: Progress,
+    *,
+    images: int = 2000,
+    repeats: int = REPEATS,
+) -> dict[str, Any]:
+    """Measure the time and memory used by all methods on real networks, including forward passes; return the document for `cost.json`.
+
+    Repetitions of different methods are interleaved, so that the load on the machine affects all methods equally. The results are
+    medians of CPU time if PyTorch uses a single thread, and of wall-clock time otherwise. Methods are fitted on the first `images`
+    training images and again on half of them, and the time is extrapolated linearly to all images. The time for tuning and for
+    training the original networks is not included. SWAG uses the numbers of snapshots and draws specified in the budget. Each
+    snapshot, and each draw from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO
+    are omitted.
+
+    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, the
+    comparison would be unfair: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
+    """
+    fitting, testing = _first(train, images), _first(test, images)
+    short = _first(test, max(1, images // FEWER))
+    times: dict[tuple[str, int | str, int], list[float]] = defaultdict(list)
+    flushed = torch.set_flush_denormal(True)
+    try:
+        methods = _methods([network.load() for network in networks], fitting, testing, short, budget)
+        for repeat in range(repeats):
+            for index, method in enumerate(methods):
+                progress(f"cost of {method.name}", (repeat + index / len(methods)) / repeats)
+                for part, (work, loader, _) in enumerate(method.fit):
+                    for share in (loader, _half(loader)):
+                        times[method.name, part, _count(share)].append(_seconds(partial(work, share)))
+                times[method.name, "predict", 0].append(_seconds(partial(_predict, method.predictor, method.test)))
+    finally:
+        torch.set_flush_denormal(False)
+    # Take medians before extrapolating, because extrapolation amplifies measurement noise.
+    median = {key: statistics.median(values) for key, values in times.items()}
+
+    def extended(name: str, part: int, loader: Loader) -> float:
+        # Extrapolate along a line through the times for the whole loader and for half of it, so that fixed costs are not multiplied.
+        more, fewer = _count(loader), _count(_half(loader))
+        whole, half = median[name, part, more], median[name, part, fewer]
+        if more == fewer:
+            return whole * train.count / more
+        return whole + max(0.0, whole - half) / (more - fewer) * (train.count - more)
+
+    rows = [
+        {
+            "method": one.name,
+            "fit_seconds": sum(n * extended(one.name, part, loader) for part, (_, loader, n) in enumerate(one.fit))
+            or None,
+            "predict_seconds": median[one.name, "predict", 0] * _count(testing) / _count(one.test),
+            "bytes": _bytes(one),
+        }
+        for one in methods
+    ]
+    settings = {
+        "components": len(networks),
+        "train_images": train.count,
+        "measured_on": _count(fitting),
+        "predicted_images": _count(testing),
+    }
+    if budget is not None:
+        settings |= {
+            "SWAG_predicted_images": _count(short),
+            "SWAG_snapshots": budget.swag.snapshots,
+            "SWAG_draws": budget.swag.samples,
+            "MIMO_heads": budget.mimo.members,
+        }
+    made = {"repeats": repeats, "tiny_numbers": "zero" if flushed else "as they are"}
+    return {"settings": settings | made, "rows": rows, "environment": environment()}
+
+
+def _methods(
+    models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget | None
+) -> list[_Method]:
+    def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Method:
+        def fit(batches: Loader) -> mola.MoLA:
+            return mola.fit(given, batches, progress=False, **options)
+
+        return _Method(name, fit(fitting), given, testing, [(fit, fitting, 1)])
+
+    laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
+    methods = [
+        _Method("MAP", mola.ensemble(models[:1]), models[:1], testing),
+        _Method("DE", mola.ensemble(models), models, testing),
+        *laplace,
+        *(
+            # The cost does not depend on the exponent.
+            replace(one, name=f"{one.name} (distance)", predictor=one.predictor.with_distance_exponent(1.0))
+            for one in laplace
+        ),
+    ]
+    if budget is None:
+        return methods
+    # Measure SWAG's training on a quarter of the batches, because it is slower than prediction.
+    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]
+    # To time predictions, fit full-size SWAGs on a single batch, with tiny steps that keep activations finite.
+    options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
+    swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
+    work = _swag_work(models[0], part, budget.swag)
+    mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
+    return [
+        *methods,
+        _Method("SWAG", swags[0], (), short, work),
+        _Method("MultiSWAG", MultiSwag(swags), (), short, [(run, own, n * len(models)) for run, own, n in work]),
+        _Method("MIMO", mimo, [mimo], testing),
+        fitted("MIMO-MoLA", mimo.networks, structure="full"),
+    ]
+
+
+def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[Work]:
+    # Measure one epoch per snapshot, and one pass per draw to recompute its BatchNorm statistics.
+    network = copy.deepcopy(model).requires_grad_(True)
+    optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
+
+    def epoch(loader: Loader) -> None:
+        train_epoch(network, loader, optimiser, swag_loss(network), "an epoch")
+
+    work: list[Work] = [(epoch, batches, budget.snapshots)]
+    if norm_layers(network):
+        work.append((partial(recompute_statistics, network), batches, budget.samples))
+    return work
+
+
+def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
+    batches: list[tuple[Tensor, Tensor]] = []
+    for batch in source.open():
+        batches.append(batch)
+        if _count(batches) >= images:
+            break
+    return batches
+
+
+def _count(batches: Loader) -> int:
+    return sum(len(labels) for _, labels in batches)
+
+
+def _half(batches: Loader) -> Loader:
+    return batches[: max(1, len(batches) // 2)]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    # With one thread, CPU time excludes the time taken by other processes on a busy machine.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    work()
+    return clock() - start
+
+
+def _predict(predictor: Any, batches: Loader) -> None:
+    with torch.no_grad():
+        for inputs, _ in batches:
+            predictor(inputs)
+
+
+def _bytes(method: _Method) -> int:
+    # Heads may share a trunk, which must be counted only once.
+    tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
+    networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if method.name in ("MAP", "DE", "MIMO"):  # count only the networks
+        return networks
+    with tempfile.TemporaryDirectory() as folder:
+        path = method.predictor.save(folder)
+        return networks + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

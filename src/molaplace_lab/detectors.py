@@ -1,0 +1,224 @@
+r"""Outlier detectors that use the features of a trained network, for comparison with the scores of a posterior.
+
+Each function fits a detector on training features and returns a function that maps features (n, d) to scores (n,), which are higher
+for outliers. Training features are read in chunks of rows to limit memory use.
+
+Each network in an ensemble has its own features, so its distances have their own scale. In a plain mean, the network with the most
+widely spread scores would dominate. Before averaging, `feature_scores` therefore standardises each network's scores by their mean and
+standard deviation on held-out in-distribution data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from molaplace.errors import DataError, warn
+from molaplace.numerics import to_float64
+from molaplace.outliers import energy_score, max_logit_score
+from molaplace_lab.activations_file import Seen, Stored
+
+Detector = Callable[[Tensor], Tensor]
+"""Function that maps features (n, d) to scores (n,), which are higher for outliers."""
+
+Parts = Callable[[], Iterable[Tensor]]
+"""Function that returns features in chunks of rows; every call starts again at the first row."""
+
+PAIRS_AT_ONCE = 2**23
+"""Maximum number of distances to training points that are held in memory at once."""
+
+NEIGHBOUR = 50
+"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point. The authors of the
+score use this value for CIFAR-10."""
+
+BANK = 10_000
+"""Number of evenly spaced training points that are searched for nearest neighbours. More points would take longer but hardly change
+the scores."""
+
+
+def _directions(features: Tensor) -> Tensor:
+    return functional.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=1)
+
+
+def _whitening(covariance: Tensor) -> Tensor:
+    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, excluding directions in which the training features never
+    # vary (dead ReLUs).
+    values, vectors = torch.linalg.eigh(covariance)
+    kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+    if not kept.any():
+        raise DataError("the features do not vary within the classes. Pass more than one example of each class.")
+    return vectors[:, kept] * values[kept].rsqrt()
+
+
+def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) -> tuple[Detector, Detector]:
+    r"""Fit two detectors based on the squared Mahalanobis distance to the nearest class mean.
+
+    .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
+
+    The score of the first detector is this distance, where :math:`\Sigma` is the within-class covariance (Lee et al., 2018). The score
+    of the second is the relative distance (Ren et al., 2021), which subtracts the squared distance to the overall mean, computed with
+    the overall covariance. If `normalised` is True, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein,
+    2025).
+    """
+
+    def prepared(part: Tensor) -> Tensor:
+        return _directions(to_float64(part.detach())) if normalised else to_float64(part.detach())
+
+    centre = torch.stack([prepared(part).sum(0) / len(labels) for part in features()]).sum(0)
+    _, index = torch.unique(labels.to(centre.device), return_inverse=True)
+    counts, width = torch.bincount(index), len(centre)
+
+    def centred() -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for part in features():
+            yield prepared(part) - centre, index[start : start + len(part)]
+            start += len(part)
+
+    means, total, within = (centre.new_zeros(rows, width) for rows in (len(counts), width, width))
+    for values, owner in centred():
+        means.index_add_(0, owner, values / counts[owner, None])
+        total += values.T @ values / len(labels)
+    for values, owner in centred():
+        # Do not subtract the between-class covariance from the total: for classes far apart, only rounding errors would remain.
+        residuals = values - means[owner]
+        within += residuals.T @ residuals / len(labels)
+    whitening, background = _whitening(within), _whitening(total)
+    means = means @ whitening
+
+    def nearest(features: Tensor) -> Tensor:
+        whitened = (prepared(features).to(centre.device) - centre) @ whitening
+        squares = whitened.square().sum(1, keepdim=True) - 2 * whitened @ means.T + means.square().sum(1)
+        return squares.min(1).values.clamp_min(0)
+
+    def relative(features: Tensor) -> Tensor:
+        return nearest(features) - ((prepared(features).to(centre.device) - centre) @ background).square().sum(1)
+
+    return nearest, relative
+
+
+def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
+    """Return a detector that scales features to length 1 and uses the distance to the k-th nearest training point (Sun et al., 2022).
+
+    Distances are computed in the precision of the features. In float32, distances to close neighbours are accurate to about 4 digits.
+    A feature vector of length 0 stays 0, and its distance to all other points is 1.
+    """
+    bank = _directions(features.detach())
+    sizes = bank.square().sum(1)
+
+    def score(features: Tensor) -> Tensor:
+        found = []
+        for part in torch.split(_directions(features.detach()).to(bank), max(1, PAIRS_AT_ONCE // len(bank))):
+            squares = torch.addmm(part.square().sum(1, keepdim=True) + sizes, part, bank.T, alpha=-2)
+            found.append(squares.topk(k, dim=1, largest=False, sorted=False).values.max(1).values)
+        return torch.cat(found).clamp_min(0).sqrt()
+
+    return score
+
+
+def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimension: int | None = None) -> Detector:
+    r"""Fit virtual-logit matching (ViM; Wang et al., 2022), which treats the scaled distance from the training subspace as a logit.
+
+    .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
+        \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}
+
+    Here, :math:`f(\phi) = W \phi + b` is the head, :math:`o = -W^+ b` is the origin, and R contains the directions in which training
+    features relative to o have the smallest second moments. The sums are over the training data. The paper's score, the probability of
+    the virtual logit, is a monotone function of this score. The default dimension of the subspace is the authors' choice.
+    """
+    linear = to_float64(weight.detach())
+    width = linear.shape[1]
+    kept = dimension or (1000 if width >= 2048 else 512 if width >= 768 else width // 2)
+    offset = linear.new_zeros(len(linear)) if bias is None else to_float64(bias.detach())
+    origin = -torch.linalg.pinv(linear) @ offset
+    moment = linear.new_zeros(width, width)
+    for part in features():
+        values = to_float64(part.detach()).to(origin) - origin
+        moment += values.T @ values
+    spread, directions = torch.linalg.eigh(moment)
+    if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
+        raise DataError(
+            f"the training features span at most {kept} of their {width} dimensions, so their distances from this subspace are all 0."
+        )
+
+    def parts(features: Tensor) -> tuple[Tensor, Tensor]:
+        # Return two tensors: the distances (n,) from the subspace, and the logits (n, C).
+        values = to_float64(features.detach()).to(origin)
+        residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
+        return residual, values @ linear.T + offset
+
+    sums = torch.stack([torch.stack([one.sum(), two.amax(1).sum()]) for one, two in map(parts, features())]).sum(0)
+    scale = float(sums[1] / sums[0])
+
+    def score(features: Tensor) -> Tensor:
+        residual, logits = parts(features)
+        return scale * residual - logits.logsumexp(1)
+
+    return score
+
+
+def standardised(
+    members: Sequence[Detector], reference: Iterable[Sequence[Tensor]]
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return a function that averages the networks' standardised scores; its argument contains the features (n, d_k) of each network.
+
+    `reference` contains batches of held-out in-distribution data, on which each network's standardised scores have mean 0 and standard
+    deviation 1.
+    """
+
+    def scores(batch: Sequence[Tensor]) -> Tensor:
+        return torch.stack([to_float64(member(values)) for member, values in zip(members, batch, strict=True)])
+
+    known = torch.cat([scores(batch) for batch in reference], dim=1)
+    centres, scales = known.mean(1, keepdim=True), known.std(1, correction=0, keepdim=True)
+    if not (scales > 0).all():
+        raise DataError("a network gives all reference data the same score. Pass more varied reference data.")
+    return lambda batch: ((scores(batch) - centres) / scales).mean(0)
+
+
+def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
+    """Return OOD scores that use only logits or features, averaged over networks and keyed by name.
+
+    The energy and the largest logit are measured in nats for every network, so they are averaged directly. The other scores are
+    standardised on the validation data before they are averaged.
+    """
+    stride = max(1, train.count // BANK)
+
+    def parts(network: int) -> Iterator[Tensor]:
+        return (seen.features[:, 0] for seen in train.only(slice(network, network + 1)).slices())
+
+    def bank(network: int) -> Tensor:
+        start, found = 0, []
+        for part in parts(network):
+            found.append(part[-start % stride :: stride].clone())
+            start += len(part)
+        return torch.cat(found)
+
+    readers = [partial(parts, one) for one in range(len(train.files))]
+    pairs = [mahalanobis(one, train.labels) for one in readers]
+    kinds: dict[str, list[Detector]] = {
+        "Mahalanobis": [nearest for nearest, _ in pairs],
+        "relative Mahalanobis": [relative for _, relative in pairs],
+        "Mahalanobis++": [mahalanobis(one, train.labels, normalised=True)[0] for one in readers],
+        "nearest neighbours": [
+            nearest_neighbours(bank(one), min(NEIGHBOUR, train.count)) for one in range(len(readers))
+        ],
+    }
+    try:
+        heads = [one.head for one in train.heads]
+        kinds["ViM"] = [virtual_logit(one, own.weight, own.bias) for one, own in zip(readers, heads, strict=True)]
+    except DataError as error:
+        warn(f"ViM is left out: {error}")
+
+    def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
+        score = standardised(members, (seen.by_network() for seen in validation.slices()))
+        return lambda seen: score(seen.by_network())
+
+    return {
+        "energy": lambda seen: energy_score(seen.logits).mean(1),
+        "maximum logit": lambda seen: max_logit_score(seen.logits).mean(1),
+        **{name: ensemble(members) for name, members in kinds.items()},
+    }

@@ -1,0 +1,93 @@
+"""Measures that a suite adds to the common metrics: agreement with human labels, and rejection at a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from molaplace.evaluation.answers import Answer, outlier_columns
+from molaplace.evaluation.tally import Tally
+from molaplace.uncertainty import entropy
+
+Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
+"""Function that takes a set's name and a flag that requests OOD scores, and yields batches of predictions and labels."""
+
+
+Measure = Callable[[Answers], dict[str, float]]
+"""Function that computes named values from a method's predictions; it is applied to every method in a suite's main comparison."""
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float:
+    """Return Spearman's rank correlation between two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
+    ranks = [_ranks(one.double().numpy()) for one in (first, second)]
+    centred = [one - one.mean() for one in ranks]
+    size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum()) / size if size > 0 else 0.0
+
+
+def _ranks(values: NDArray[Any]) -> NDArray[Any]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]  # ties share the mean of their ranks
+
+
+def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
+    """Measure the agreement with human labels, which are given as counts (n, C) in the order of the test set.
+
+    The result contains the `cross-entropy` between the distribution of human labels and the predicted probabilities, and the
+    `divergence`, which is the cross-entropy minus the entropy of this distribution. For every OOD score, the result also contains the
+    rank correlation between the score and this entropy.
+    """
+    shares = counts.double() / counts.double().sum(1, keepdim=True)
+    doubt = entropy(shares)
+    parts: list[Tensor] = []
+    scores: dict[str, list[Tensor]] = {}
+    for answer, _ in answers("test", True):
+        parts.append(answer.probs)
+        for name, score in answer.scores.items():
+            scores.setdefault(name, []).append(score)
+    probs = torch.cat(parts)
+    # Probabilities of 0, whose loss is infinite, are replaced by the smallest positive normal number of their type, as in the log
+    # loss.
+    log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
+    loss = float(-(shares * log_probs).sum(1).mean())
+    found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
+    return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}
+
+
+def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
+    """Return the smallest rejection threshold that gives the most correct decisions; inputs with scores above it are rejected.
+
+    `inside` contains the scores (n,) of in-distribution data, `right` (n,) is True where the class is predicted correctly, and
+    `outside` contains the scores (m,) of outliers.
+    """
+    scores = torch.cat([inside, outside]).double()
+    # Inputs whose score is at most the threshold are accepted: each correctly classified input counts as +1, and each outlier as -1.
+    gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
+    values, places = np.unique(scores.numpy(), return_inverse=True)
+    total = np.bincount(places, gains.numpy(), len(values)).cumsum()
+    best = int(total.argmax())
+    return -np.inf if total[best] < 0 else float(values[best])
+
+
+def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
+    """Return the in-scope accuracy and the out-of-scope recall with one rejection threshold per score, as in Larson et al. (2019).
+
+    The threshold maximises the accuracy on validation inputs, where out-of-scope inputs form an additional class ("oos-threshold"
+    in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
+    `in-scope accuracy` is the fraction of in-scope test data that are accepted and classified correctly.
+    """
+    known, unknown, inside, outside = (
+        Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)
+    )
+    found: dict[str, float] = {}
+    for score in outlier_columns(inside):
+        threshold = best_threshold(known[score], known["correct"], unknown[score])
+        accepted = inside[score] <= threshold
+        found[f"in-scope accuracy, {score}"] = float((accepted * inside["correct"]).double().mean())
+        found[f"out-of-scope recall, {score}"] = float((outside[score] > threshold).double().mean())
+    return found

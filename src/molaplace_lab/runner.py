@@ -1,0 +1,409 @@
+"""Running a suite: compute the activations once, then apply every method in every run.
+
+Each record is written as soon as it is complete.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import platform
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import molaplace as mola
+from molaplace.distributed import Team
+from molaplace.errors import MolaError, OptionError, StorageError, warn
+from molaplace.evaluation.answers import Answer
+from molaplace.evaluation.record import Record
+from molaplace.evaluation.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
+from molaplace.evaluation.tally import Tally
+from molaplace_lab.activations import Activations, Network, Progress
+from molaplace_lab.activations_file import Stored
+from molaplace_lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
+from molaplace_lab.context import Context
+from molaplace_lab.detectors import feature_scores
+from molaplace_lab.measures import Measure
+from molaplace_lab.store import SUITE, Store
+from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
+from molaplace_lab.training import Labelled
+
+PROTOCOL = 1
+"""Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
+
+ACTIVATIONS_SHARE = 0.8
+"""Share of the total time that is spent on activations, as measured on image suites."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The networks, sets, runs and methods of a benchmark, which are checked before the computation starts."""
+
+    suite: Suite
+    network: str
+    """Name of the architecture."""
+    networks: Sequence[Network]
+    folds: Sequence[dict[str, Source]]
+    """The sets, keyed by name: one mapping for all runs, or one for each run of a cross-fit."""
+    runs: int
+    components: int
+    groups: tuple[str, ...] = ("main",)
+    options: DataOptions = field(default_factory=DataOptions)
+    budget: Budget | None = None
+    """Budget for methods that train networks; the suite's budget if None."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """Additional measures, under the keys used in the records, that are computed for every method in the main comparison."""
+    stream: bool = False
+    """True to accumulate sums over the training data instead of storing their activations."""
+
+    def __post_init__(self) -> None:
+        first: dict[str, Network] = {}
+        for network in self.networks:
+            if (other := first.setdefault(network.checksum, network)) is not network:
+                raise OptionError(f"{other.label} and {network.label} are the same network. Pass different networks.")
+        if self.crossed and self.runs > len(self.folds):
+            raise OptionError(
+                f"a cross-fit with {len(self.folds)} folds has at most {len(self.folds)} runs; got --runs {self.runs}."
+            )
+        several = self.components if self.crossed else self.runs * self.components
+        needed = max(several, SWEEP if "components" in self.groups else 0, 1)
+        if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
+            raise OptionError(
+                f"--runs {self.runs} and --components {self.components} in {', '.join(self.groups)} require {needed} networks, "
+                f"but there are {len(self.networks)}. Train more networks (molaplace train {self.suite.name} --networks {needed}, or "
+                f"--train), or choose fewer runs or components."
+            )
+
+    @property
+    def crossed(self) -> bool:
+        """True for a cross-fit."""
+        return len(self.folds) > 1
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The sets of the first run."""
+        return self.folds[0]
+
+    def sources_of(self, run: int) -> dict[str, Source]:
+        """Return the sets of a run."""
+        return self.folds[run if self.crossed else 0]
+
+    def members(self, group: str, run: int) -> tuple[Network, ...]:
+        """Return the networks of a run.
+
+        Different runs use different networks, except in a cross-fit, whose runs differ only in their data.
+        """
+        size = SWEEP if group == "components" else self.components
+        first = 0 if self.crossed else run * size
+        return tuple(self.networks[first : first + size])
+
+    def methods(self, group: str) -> list[SuiteMethod]:
+        """Return the methods of a group."""
+        return methods_of(group, self.budget or self.suite.budget)
+
+    def read_training(self, device: str) -> TrainingData:
+        """Load the training data of the suite's networks onto a device."""
+        if self.suite.training_data is None:
+            raise OptionError(f"the {self.suite.name} suite has no data for training SWAG or MIMO.")
+        found = self.suite.training_data(self.options, self.suite.recipe)
+        return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
+
+    def experiment(self) -> dict[str, Any]:
+        """Return the settings that all records in a folder must share, so that results of different experiments are not averaged."""
+        every = {name: [sources[name].checksum for sources in self.folds] for name in self.sources}
+        return {
+            "network": self.network,
+            "components": self.components,
+            "threshold": self.suite.threshold,
+            "options": self.options.describe(),
+            "data": {name: sums[0] if len(set(sums)) == 1 else checksum(sums) for name, sums in every.items()},
+        }
+
+
+# --- the results folder
+
+
+def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
+    # Return the suite's document from the results folder, or an empty one. If `fresh`, delete any other experiment in the folder;
+    # otherwise, raise an error if there is one.
+    document = store.read_document(plan.suite.name, SUITE) or {}
+    if not document:
+        return {}
+    roles = {name: one.get("role") for name, one in document.get("sets", {}).items()}
+    roles |= {name: source.role for name, source in plan.sources.items()}
+    kept, now = ({**one, **one.get("options", {})} for one in (document.get("experiment") or {}, plan.experiment()))
+    before, after = kept.pop("data", {}), now.pop("data")
+    different = [
+        f"{name}: {kept.get(name)} in the folder, {now.get(name)} requested"
+        for name in {**kept, **now}
+        if name != "options" and kept.get(name) != now.get(name)
+    ]
+    outliers = {name for name, role in roles.items() if role == "outlier"}
+    different += [f"other data in {name}" for name in _other_data(before, after, outliers)]
+    if different and fresh:
+        store.forget(plan.suite.name)
+        return {}
+    if different:
+        raise StorageError(
+            f"{store.directory / plan.suite.name} contains another experiment ({'; '.join(different)}). Write to another folder "
+            f"(--results), or replace that experiment (--fresh)."
+        )
+    return document
+
+
+def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: Collection[str]) -> list[str]:
+    # Return the sets whose checksums differ. Outlier sets may be added or removed, because each record lists its own.
+    return [
+        name
+        for name in {**before, **after}
+        if before.get(name) != after.get(name) and not (name in outliers and (name not in before or name not in after))
+    ]
+
+
+def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document that describes the suite in reports.
+
+    Sets that occur only in the folder's existing document are kept, because records may refer to them.
+    """
+    suite = plan.suite
+
+    def others(known: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in known.items() if name not in plan.sources}
+
+    sets = {
+        name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
+        for name, source in plan.sources.items()
+    }
+    examples = {}
+    for name, source in plan.sources.items():
+        if source.role in ("test", "shift", "outlier") and source.show is not None:
+            shown = source.show(range(min(EXAMPLES, source.count)))
+            labels = [] if source.role == "outlier" else shown.labels.tolist()
+            packed = base64.b64encode(shown.pixels.contiguous().numpy().tobytes()).decode()
+            examples[name] = {"shape": list(shown.pixels.shape), "pixels": packed, "label": labels}
+    experiment = plan.experiment()
+    experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "network": plan.network,
+        "components": plan.components,
+        "threshold": suite.threshold,
+        "shift": suite.shift,
+        "sets": sets | others(kept.get("sets", {})),
+        "classes": list(suite.classes),
+        "examples": examples | others(kept.get("examples", {})),
+        "notes": [*suite.notes, *(suite.fold_notes if plan.crossed else ())],
+        "experiment": experiment,
+    }
+
+
+# --- the work
+
+
+class _Job(NamedTuple):
+    # A method to run, its group, and the index of the run.
+    group: str
+    run: int
+    method: SuiteMethod
+
+
+def run_suite(
+    plan: Plan,
+    activations: Activations,
+    store: Store,
+    progress: Progress,
+    *,
+    fresh: bool = False,
+    team: Team | None = None,
+) -> None:
+    """Run every method that has no valid record, or all methods if `fresh`; if any fail, raise an `OptionError` that lists them.
+
+    Each record is computed by a single process of the team, so that results do not depend on the number of processes.
+    """
+    team = team or Team.single()
+    jobs: list[_Job] = []
+    if team.first:
+        store.write_document(plan.suite.name, SUITE, describe(plan, _check_results_dir(plan, store, fresh=fresh)))
+        jobs = _open_jobs(plan, store, fresh=fresh)
+    jobs = team.share(jobs)
+    members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
+    # Compute the activations of each set only once; its subsets reuse them.
+    needed = {
+        (source.whole or source).checksum: source.whole or source
+        for run in sorted({job.run for job in jobs})
+        for source in plan.sources_of(run).values()
+        if not (plan.stream and source.role == "train")
+    }
+    activations.compute(
+        [*members.values()], [*needed.values()], lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
+    )
+    if plan.stream:
+        # Make one pass over the training data for each structure and run.
+        fits = {(job.group, job.run, job.method.settings().get("structure")): None for job in jobs}
+        for group, run, structure in fits:
+            if structure is not None:
+                train = plan.sources_of(run)["train"]
+                activations.compute_sums(plan.members(group, run), train, structure, progress, team)
+
+    @cache
+    def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
+        return activations.read(networks, plan.sources_of(run)[name])
+
+    training = cache(partial(plan.read_training, str(activations.device)))
+    refused: list[str] = []
+    for index, job in enumerate(jobs):
+        # Within a run, methods that train networks share these networks, so they are all assigned to the same process.
+        if (job.run if job.group in LONG else index) % team.size != team.rank:
+            continue
+        share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
+        progress(f"run {job.run + 1}: {job.method.name}", share)
+        networks, sources = plan.members(job.group, job.run), plan.sources_of(job.run)
+        context = Context(
+            read=partial(read, networks, job.run),
+            threshold=plan.suite.threshold,
+            detectors=feature_scores,
+            suite=plan.suite,
+            network=plan.network,
+            networks=networks,
+            run=job.run,
+            sources=sources,
+            activations=activations,
+            training=training,
+            sums=partial(activations.read_sums, networks, sources["train"]) if plan.stream else None,
+        )
+        try:
+            store.write(_run(plan, job, context))
+        except StorageError:
+            raise  # a damaged file affects every method
+        except MolaError as error:
+            refused.append(f"{job.method.name}, run {job.run + 1}: {error}")
+    refusals = [one for some in team.collect(refused) for one in some]
+    progress("records are ready", 1.0)
+    if refusals:
+        raise OptionError(
+            "some methods could not be run; the records of the others are kept.\n  " + "\n  ".join(refusals)
+        )
+
+
+def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    # Return the settings and the checksums of the networks and the data. A record is valid if all of them match.
+    used = plan.members(job.group, job.run)[: job.method.components]
+    settings = {"components": len(used), "threshold": plan.suite.threshold, **job.method.settings()}
+    settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
+    data = {name: source.checksum for name, source in plan.sources_of(job.run).items()}
+    return settings, [network.checksum for network in used], data
+
+
+def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
+    # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match those of the
+    # plan, except that it may have fewer or more outlier sets.
+    sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
+    jobs = [
+        _Job(group, run, method)
+        for group in plan.groups
+        for run in range(sweeps if group == "components" else plan.runs)
+        for method in plan.methods(group)
+    ]
+    if fresh:
+        return jobs
+    found: list[_Job] = []
+    lacking: dict[str, None] = {}
+    for job in jobs:
+        try:
+            record = store.read(plan.suite.name, job.method.name, job.run)
+        except StorageError as error:
+            warn(f"{error} It will be recomputed.")
+            record = None
+        settings, networks, data = _identity(plan, job)
+        titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
+        if (
+            record is None
+            or (record.settings, record.networks) != (settings, networks)
+            or _other_data(record.data, data, {*record.outliers, *titles})
+        ):
+            found.append(job)
+        else:
+            lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
+    if lacking:
+        warn(
+            f"some records contain no results for {', '.join(lacking)}, so the corresponding cells in reports stay empty. "
+            f"Pass --fresh to recompute these records."
+        )
+    return found
+
+
+def _run(plan: Plan, job: _Job, context: Context) -> Record:
+    fitted = job.method.fit(context)
+    seconds = {"fit": fitted.seconds, "predict": 0.0}
+
+    def answers(name: str, scores: bool) -> Iterator[tuple[Answer, Tensor]]:
+        for batch, labels in fitted.batches(name):
+            start = time.perf_counter()
+            answer = fitted.answer(batch, scores)
+            seconds["predict"] += time.perf_counter() - start
+            yield answer, labels
+
+    def tallied(source: Source, scores: bool) -> Tally:
+        outside = source.role == "outlier"
+        pairs = answers(source.name, scores)
+        return Tally.of(answer.columns(None if outside else labels) for answer, labels in pairs)
+
+    labelled, outliers, examples = {}, {}, {}
+    detail = job.method.group == "main"  # figures show only this group
+    inside = tallied(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
+    for source in context.sources.values():
+        if source.role in ("train", "validation"):
+            continue
+        tally = inside if source.role == "test" else tallied(source, source.role == "outlier")
+        if source.role == "outlier":
+            outliers[source.name] = outlier_result(inside, tally, detail=detail)
+        else:
+            types = source.types if detail else ()
+            labelled[source.name] = labelled_result(tally, source.level, detail=detail, types=types)
+        if detail:
+            examples[source.name] = examples_of(tally)
+    settings, networks, data = _identity(plan, job)
+    return Record(
+        suite=plan.suite.name,
+        method=job.method.name,
+        group=job.method.group,
+        run=context.run,
+        settings=settings,
+        networks=networks,
+        data=data,
+        chosen=_finite(fitted.chosen),
+        seconds=dict(seconds),  # copy before the measures add their own time
+        labelled=labelled,
+        outliers=outliers,
+        examples=examples,
+        measures={name: measure(answers) for name, measure in plan.measures.items()} if detail else {},
+        environment=environment(),
+    )
+
+
+def _finite(value: Any) -> Any:
+    # Replace non-finite values with None, because JSON cannot represent them.
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions of the packages and the properties of the machine that may affect results."""
+    return {
+        "molaplace": mola.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }

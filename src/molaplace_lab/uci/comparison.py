@@ -1,0 +1,230 @@
+"""The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
+
+The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
+hidden layer of 50 ReLU units (100 for the protein set) and 40 epochs. Inputs and targets are standardised by the means and standard
+deviations of the training rows. A tenth of the training rows are held out to choose the noise, prior precision and distance exponent
+of every method.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.calibration import scale_noise
+from molaplace.errors import MolaWarning, StorageError
+from molaplace.fitting import ensemble, fit
+from molaplace.likelihoods import Gaussian
+from molaplace.metrics import auroc
+from molaplace.prediction import RegressionPrediction
+from molaplace.saving.files import write_atomically
+from molaplace.saving.schema import check, parse, sealed
+from molaplace_lab.runner import environment
+from molaplace_lab.swag import Swag
+from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, fit_swag, train_mlps
+from molaplace_lab.uci.data import SETS, Split, UciSet, read_uci
+
+FORMAT, VERSION = "mola-uci", 1
+
+Rows = tuple[Tensor, Tensor]
+"""Pair of inputs and targets."""
+
+MEMBERS = 5
+"""Number of networks in a mixture."""
+
+RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
+
+HELD_OUT = 10
+"""Reciprocal of the fraction of training rows that are held out."""
+
+STRUCTURE = "kron-exact"
+"""Structure of the curvature; this structure is exact for a single output with constant noise."""
+
+RATES = (3e-2, 3e-3)
+"""Learning rates for SWAG; the first rate at which training does not diverge is used."""
+
+SWAG_BATCH, SWAG_EPOCHS = 128, 20
+
+METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
+"""Names of the methods, in the order in which tables list them."""
+
+GAP_METHODS = METHODS[:-1]
+
+SCHEMA = {
+    "format": str,
+    "version": int,
+    "set": str,
+    "split": str,
+    "settings": {},
+    "data": str,
+    "methods": {str: {str: float}},
+    "environment": {},
+}
+
+
+def run_uci(
+    data: Path,
+    results: Path,
+    sets: Sequence[str] = SETS,
+    *,
+    splits: int | None = None,
+    gaps: bool = False,
+    fresh: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Path:
+    """Train networks and compare methods on published splits (at most `splits` of each set), and on gap splits if `gaps` is True.
+
+    Each record is written to the subfolder `uci` of `results` as soon as it is complete. The path of this subfolder is returned.
+    Existing records with the same settings and data are kept unless `fresh` is True. `progress` is called with the name of the set,
+    the number of completed splits and the total number of splits.
+    """
+    for name in sets:
+        found = read_uci(data, name)
+        jobs = [(f"split-{number}", found.split(number), METHODS) for number in range(len(found.tests))[:splits]]
+        for feature in range(found.inputs.shape[1] if gaps else 0):
+            if len(set(found.inputs[:, feature].tolist())) > 2:  # a feature with two values has no middle third
+                jobs.append((f"gap-{feature}", found.gap(feature), GAP_METHODS))
+        for done, (label, split, methods) in enumerate(jobs):
+            progress(name, done, len(jobs))
+            path, settings = results / "uci" / name / f"{label}.json", _settings(found, methods)
+            if not fresh and path.exists():
+                record = _read(path)
+                if record["settings"] == settings and record["data"] == found.checksum:
+                    continue
+            seed = int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
+            document = {
+                "format": FORMAT,
+                "version": VERSION,
+                "set": name,
+                "split": label,
+                "settings": settings,
+                "data": found.checksum,
+                "methods": compare(found, split, methods, seed=seed),
+                "environment": environment(),
+            }
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [
+                f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sealed(document).items()
+            ]
+            write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        progress(name, len(jobs), len(jobs))
+    return results / "uci"
+
+
+def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
+    return {
+        "methods": list(methods),
+        "members": MEMBERS,
+        "hidden": data.hidden,
+        "recipe": RECIPE.describe(),
+        "held_out": HELD_OUT,
+        "structure": STRUCTURE,
+        "swag": {"learning_rates": list(RATES), "epochs": SWAG_EPOCHS, "batch_size": SWAG_BATCH},
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = parse(path.read_bytes(), path)
+        check(document, SCHEMA, "")
+        if (document["format"], document["version"]) != (FORMAT, VERSION):
+            raise StorageError(f"expected format {FORMAT} {VERSION}.")
+    except (ValueError, StorageError) as error:
+        raise StorageError(
+            f"{path}: {error} Delete this file and run the command again; the other records are kept."
+        ) from error
+    return document
+
+
+def read_records(results: str | Path) -> list[dict[str, Any]]:
+    """Read all UCI records in a results folder."""
+    folder = Path(results) / "uci"
+    found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
+    if not found:
+        raise StorageError(f"{folder} contains no records. Create records with: molaplace bench uci --data DIR")
+    return found
+
+
+def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
+    """Train the networks for a split, and score the methods on the test rows. The seed determines the networks and the held-out rows.
+
+    The scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share
+    of the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for
+    distinguishing test rows from validation rows.
+    """
+    inputs, targets = split.train[0].float(), split.train[1].float()
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
+    held, seen = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
+    networks = train_mlps(
+        inputs.shape[1],
+        (data.hidden,),
+        1,
+        Labelled(inputs[seen], targets[seen]),
+        RECIPE,
+        members=MEMBERS,
+        seed=seed,
+        loss="squared-error",
+    )
+    in_units = targets.double() * split.scale + split.location
+    train, validation = ((inputs[rows], in_units[rows]) for rows in (seen, held))
+    likelihood = Gaussian(location=split.location, scale=split.scale)
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MolaWarning)  # ignore the rules' warnings about small validation sets
+        for method in methods:
+            start = time.perf_counter()
+            predictor = _predictor(method, networks, likelihood, train, validation, seed)
+            scores = _scores(predictor, validation[0], split.test[0].float(), split.test[1])
+            found[method] = scores | {"seconds": time.perf_counter() - start}
+    return found
+
+
+def _predictor(
+    method: str, networks: Sequence[nn.Module], likelihood: Gaussian, train: Rows, validation: Rows, seed: int
+) -> Any:
+    if method in ("MAP", "LLLA", "SWAG"):
+        networks = networks[:1]
+    if method in ("MAP", "DE"):
+        return scale_noise(ensemble(networks, likelihood=likelihood), [validation])
+    if method == "SWAG":
+        return scale_noise(_swag(networks[0], likelihood, train, seed), [validation])
+    rule = "distance" if "distance" in method else "nll"
+    options: dict[str, Any] = {"structure": STRUCTURE, "rule": rule, "likelihood": likelihood, "progress": False}
+    return fit(networks, [train], [validation], **options)
+
+
+def _swag(network: nn.Module, likelihood: Gaussian, train: Rows, seed: int) -> Swag:
+    options: dict[str, Any] = {"weight_decay": RECIPE.weight_decay, "likelihood": likelihood, "progress": False}
+    for rate in RATES:
+        try:
+            loader = Shuffled(Labelled(*train), SWAG_BATCH)
+            return fit_swag(network, loader, learning_rate=rate, epochs=SWAG_EPOCHS, seed=seed, **options)
+        except DivergedError as error:
+            diverged = error
+    raise diverged
+
+
+def _scores(predictor: Any, held_out: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    predicted: RegressionPrediction = predictor.predict(inputs)
+    inside: RegressionPrediction = predictor.predict(held_out)
+    lower, upper = predicted.interval(0.9)
+    return {
+        "rmse": float((predicted.mean - targets).square().mean().sqrt()),
+        "nll": float(-predicted.log_prob(targets).double().mean()),
+        "crps": float(predicted.crps(targets).double().mean()),
+        "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
+        "std": float(predicted.std.double().mean()),
+        "std_inside": float(inside.std.double().mean()),
+        "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
+        "ood": float(auroc(inside.ood_score, predicted.ood_score)),
+        "noise": float(predicted.aleatoric.mean().sqrt()),
+        "prior_precision": float(predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0),
+        "distance_exponent": float(getattr(predictor, "distance_exponent", 0.0)),
+    }
