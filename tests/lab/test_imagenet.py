@@ -198,7 +198,9 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-IN_SLICES = "import molaplace_lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
+IN_SLICES = (
+    "import molaplace_lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
+)
 """The `molaplace` command, with slices that a few images fill more than one of."""
 
 
