@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
+from molaplace.likelihoods import Bernoulli, Categorical
 from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from molaplace.structures import ClassDistance, Sums, distance_sums
 from tests.closeness import assert_close
@@ -172,3 +173,14 @@ def test_distances_of_tight_classes(spread):
     solved = ClassDistance.solve(Sums(distance_sums(features, labels, 10, predicted=False), 800))
     exact, rounded = solved.logs(features)[0], solved.logs(features.float().double())[0]
     assert float((exact - rounded).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_vanished_probability_costs_what_its_data_type_can_hold(dtype):
+    limits = torch.finfo(dtype)
+    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
+    losses = Categorical().distribution(probs).scores(torch.tensor([1, 0]))["nll"]
+    assert_close(losses, -torch.tensor([limits.tiny, 0.5], dtype=torch.float64).log(), "float64")
+    labels = torch.tensor([[0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    losses = Bernoulli().distribution(probs).scores(labels)["nll"]
+    assert_close(losses, -torch.tensor([limits.eps, limits.eps, 0.5, 0.5], dtype=torch.float64).log(), "float64")

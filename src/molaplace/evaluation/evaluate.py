@@ -241,7 +241,7 @@ def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict
     # Return the scores for each datum, or for each known label of multi-label data.
     likelihood = prediction.likelihood
     if not isinstance(prediction, RegressionPrediction):
-        probs = prediction.probs.double()
+        probs = prediction.probs
         checked = (
             likelihood.check_labels(labels, probs, place) if len(labels) else labels
         )  # there are no labels if every position is ignored

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+from molaplace.numerics import to_float64
 from molaplace.options import counted
 
 MISSING = -100
@@ -36,17 +37,22 @@ class BernoulliPredictive:
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., m) for each known label."""
+        """Return the log loss, Brier score, confidence and correctness (..., m) for each known label, in float64.
+
+        In floating point, 1 - p rounds to 0 long before p does. Probabilities are therefore first clamped to [eps, 1 - eps], where eps
+        is the machine epsilon of their data type, so that the log loss does not depend on which answer is called yes.
+        """
+        labels = labels.to(self.probs.device)
         known = ~labels.isnan()
-        yes, truth = self.probs[..., known], labels[known]
-        # In floating point, 1 - p rounds to 0 long before p does. Both are clamped in the same way, so the loss does not depend on
-        # which answer is called yes.
-        right = torch.where(truth > 0.5, yes, 1 - yes).clamp_min(torch.finfo(yes.dtype).eps / 2)
+        epsilon = torch.finfo(self.probs.dtype).eps
+        yes = to_float64(self.probs[..., known]).clamp(epsilon, 1 - epsilon)
+        truth = to_float64(labels[known]) > 0.5
+        right = torch.where(truth, yes, 1 - yes)
         return {
             "nll": -right.log(),
             "brier": 2 * (1 - right).square(),
             "confidence": torch.maximum(yes, 1 - yes),
-            "correct": ((yes > 0.5) == (truth > 0.5)).to(yes),
+            "correct": ((yes > 0.5) == truth).to(yes),
         }
 
 

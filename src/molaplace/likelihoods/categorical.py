@@ -9,12 +9,11 @@ from torch import Tensor
 
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+from molaplace.numerics import to_float64
 
 ENOUGH_ROWS = 4
 """Minimum number of rows needed to distinguish probabilities from logits. With only a few rows, the logits in every row may sum to 1
 by chance."""
-
-TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,19 @@ class CategoricalPredictive:
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., n) for each datum."""
-        index = labels.expand(self.probs.shape[:-1])[..., None]
-        right = self.probs.gather(-1, index).squeeze(-1)
-        confidence, predicted = self.probs.max(-1)
+        """Return the log loss, Brier score, confidence and correctness (..., n) for each datum, in float64.
+
+        For the log loss, a probability that has underflowed to 0 is replaced by the smallest positive normal number of its data type.
+        """
+        probs = to_float64(self.probs)
+        labels = labels.to(probs.device)
+        right = probs.gather(-1, labels.expand(probs.shape[:-1])[..., None]).squeeze(-1)
+        confidence, predicted = probs.max(-1)
         return {
-            "nll": -right.clamp_min(TINY).log(),
-            "brier": self.probs.square().sum(-1) - 2 * right + 1,
+            "nll": -right.clamp_min(torch.finfo(self.probs.dtype).tiny).log(),
+            "brier": probs.square().sum(-1) - 2 * right + 1,
             "confidence": confidence,
-            "correct": (predicted == labels).to(self.probs),
+            "correct": (predicted == labels).to(probs),
         }
 
 
