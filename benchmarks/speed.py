@@ -179,9 +179,9 @@ SETTINGS = (
 
 
 def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
+    from molaplace.images import normalisation
     from molaplace.saving.weights import load_weights
     from molaplace_lab.data.catalogue import load_images
-    from molaplace_lab.data.images import normalisation
 
     network = resnet20()
     load_weights(network, networks / "00.safetensors")

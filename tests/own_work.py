@@ -19,10 +19,9 @@ from molaplace.cli.jobs.fit import run_fit
 from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
 from molaplace.cli.jobs.job import Job
 from molaplace.cli.jobs.predict import PredictOptions
+from molaplace.images import NORMALISATIONS, Preparation
 from molaplace.saving.schema import sealed
 from molaplace.saving.weights import save_weights
-from molaplace_lab.data.folder import Preparation
-from molaplace_lab.data.images import NORMALISATIONS
 
 
 def with_job(folder: Path, text: str) -> Path:

@@ -32,7 +32,7 @@ from molaplace.cli.jobs.fit import run_fit
 from molaplace.cli.jobs.preparation import Intake
 from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
-from molaplace_lab.data.images import NORMALISATIONS
+from molaplace.images import NORMALISATIONS
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, with_job
 from tests.pages import Page

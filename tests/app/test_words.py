@@ -9,12 +9,12 @@ from torch import nn
 import molaplace as mola
 from molaplace.cli.jobs.networks import build_networks
 from molaplace.errors import OptionError
+from molaplace.images import NORMALISATIONS, normalisation
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.links import LINKS, as_link
 from molaplace.rules import RULES, as_rule
 from molaplace.structures import STRUCTURES, as_structure
 from molaplace.weights import check_weighting
-from molaplace_lab.data.images import NORMALISATIONS, normalisation
 from molaplace_lab.models import MODELS
 
 TAKERS = {

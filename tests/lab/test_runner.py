@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import molaplace as mola
 from molaplace import metrics
 from molaplace.evaluation.record import Record
+from molaplace.images import Images, normalisation
 from molaplace_lab.activations import Activations, open_networks
 from molaplace_lab.comparisons import methods_of
-from molaplace_lab.data.images import Images, normalisation
 from molaplace_lab.methods import LastLayer
 from molaplace_lab.networks import Training, check_networks, find_networks, train_networks
 from molaplace_lab.runner import Plan, run_suite

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from molaplace.errors import DataError, OptionError
+from molaplace.images import Images, Preparation, image_files, open_folder
 from molaplace.options import one_of
 from molaplace_lab.data.download import Download, fetch
-from molaplace_lab.data.folder import Preparation, image_files, open_folder
-from molaplace_lab.data.images import Images
 from molaplace_lab.data.readers import read_arrays, read_cifar_binary, read_idx_pair
 
 VARIABLE = "MOLAPLACE_DATA"

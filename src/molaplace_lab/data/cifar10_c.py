@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError
+from molaplace.images import Images
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, SEVERITIES
 from molaplace_lab.data.catalogue import data_directory
 from molaplace_lab.data.download import FETCH_AGAIN, Download
-from molaplace_lab.data.images import Images
 from molaplace_lab.data.readers import open_npy
 
 FOLDER = "CIFAR-10-C"

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, importing
+from molaplace.images import Images
 from molaplace_lab.data.download import FETCH_AGAIN
-from molaplace_lab.data.images import Images
 
 SIDE = 32
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from molaplace.errors import DataError, warn
+from molaplace.images import Images
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
 from molaplace_lab.data.catalogue import data_directory, load_images
 from molaplace_lab.data.cifar10_c import ARCHIVE, find_cifar10_c, load_cifar10_c, load_cifar10h
 from molaplace_lab.data.download import fetch
-from molaplace_lab.data.images import Images, split_validation
+from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import in_colour
 from molaplace_lab.measures import Measure, human_labels
 from molaplace_lab.models import build_network

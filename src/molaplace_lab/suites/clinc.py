@@ -10,8 +10,8 @@ import torch
 
 from molaplace.errors import OptionError
 from molaplace.evaluation.record import Role
+from molaplace.images import even_indices
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
-from molaplace_lab.data.images import even_places
 from molaplace_lab.measures import rejection
 from molaplace_lab.suite import (
     Batches,
@@ -45,7 +45,7 @@ def _read(options: DataOptions) -> dict[str, Labelled]:
     found = {}
     for part, requests in load_clinc150(options.directory).items():
         rows = _rows(requests)
-        places = even_places(len(rows), min(len(rows), limits.get(part) or len(rows)))
+        places = even_indices(len(rows), min(len(rows), limits.get(part) or len(rows)))
         found[part] = Labelled(rows.inputs[places], rows.labels[places])
     return found
 

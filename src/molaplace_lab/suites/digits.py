@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from molaplace.evaluation.record import Role
+from molaplace.images import Images
 from molaplace_lab.data.embedded import SIDE, load_digits, natural_patches, uniform_noise
-from molaplace_lab.data.images import Images
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget
 from molaplace_lab.suites.image_sources import image_source, rotations, training
 from molaplace_lab.training import Recipe, digits_mlp

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from molaplace.errors import DataError, warn
 from molaplace.evaluation.record import Role
+from molaplace.images import ImageFolder, Images, Preparation, even_indices, normalisation
 from molaplace.options import one_of
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
 from molaplace_lab.data.catalogue import data_directory
-from molaplace_lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, imagenet_c_folder, open_imagenet
-from molaplace_lab.data.images import Images, even_places, normalisation
+from molaplace_lab.data.folder import CENTRE_224, CLASSES, imagenet_c_folder, open_imagenet
 from molaplace_lab.data.transforms import in_colour
 from molaplace_lab.models import build_network
 from molaplace_lab.suite import Batches, DataOptions, Source, Suite, checksum, data_checksum
@@ -248,7 +248,7 @@ def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, 
         raise DataError(
             f"{len(classes)} classes are too few for {types} types of corruption. Choose fewer types with --types."
         )
-    chosen = classes[even_places(len(classes), count)]
+    chosen = classes[even_indices(len(classes), count)]
     return torch.nonzero(torch.isin(images.labels, chosen) & (ranks < fewest)).flatten()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from molaplace.cli.jobs.preparation import Intake
 from molaplace.errors import DataError, OptionError, importing
-from molaplace_lab.data.folder import Preparation
+from molaplace.images import Preparation
 
 with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps

@@ -18,9 +18,8 @@ from torch import Tensor
 from molaplace.cli.jobs.preparation import Intake
 from molaplace.cli.jobs.rows import Rows, Set
 from molaplace.errors import DataError
+from molaplace.images import ENDINGS, even_indices, image_files
 from molaplace.likelihoods import CATEGORICAL, Likelihood
-from molaplace_lab.data.folder import ENDINGS, image_files
-from molaplace_lab.data.images import even_places
 
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
@@ -261,7 +260,7 @@ def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     first = ""
-    for place in even_places(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
+    for place in even_indices(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
         path, mode = source.paths[place], source.intake.mode or "RGB"
         if source.intake.mode is None:
             with suppress(Exception), Image.open(path) as image:  # `read_pixels` reports the error

@@ -13,9 +13,8 @@ import torch
 
 from molaplace.cli.jobs.job import Job
 from molaplace.errors import OptionError, StorageError
+from molaplace.images import NORMALISATIONS, Normalisation, Preparation
 from molaplace.options import one_of
-from molaplace_lab.data.folder import Preparation
-from molaplace_lab.data.images import NORMALISATIONS, Normalisation
 
 MODES = ("RGB", "L")
 
@@ -26,7 +25,7 @@ class Intake:
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
-    """Side length of the square crop. `resize` and `crop` are described in `molaplace_lab.data.folder.Preparation`."""
+    """Side length of the square crop. `resize` and `crop` are described in `mola.images.Preparation`."""
     mode: str | None = None
     """"RGB" or "L"; None until the training images are read."""
     mean: tuple[float, ...] = (0.0,)

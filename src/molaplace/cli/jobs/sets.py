@@ -27,11 +27,11 @@ from molaplace.cli.jobs.pictures import list_csv, list_folder, pictures
 from molaplace.cli.jobs.preparation import Intake
 from molaplace.cli.jobs.rows import Rows, Set, finite_rows
 from molaplace.errors import DataError, MolaError, OptionError, importing
+from molaplace.images import ENDINGS
 from molaplace.network import as_batch
 from molaplace.options import counted, did_you_mean, one_of
 from molaplace_lab.data.catalogue import DATASETS, load_images
 from molaplace_lab.data.embedded import load_digits
-from molaplace_lab.data.folder import ENDINGS
 from molaplace_lab.data.images import split_validation
 from molaplace_lab.imported import import_function, is_path, split_name
 

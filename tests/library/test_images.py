@@ -1,0 +1,108 @@
+"""Folders of images: order, sizes, laziness, broken files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import molaplace as mola
+from molaplace.images import NORMALISATIONS, Preparation, open_folder
+
+RANDOM = np.random.default_rng(0)
+
+
+def picture(width, height, mode="RGB"):
+    shape = (height, width) if mode == "L" else (height, width, 3)
+    return Image.fromarray(RANDOM.integers(0, 256, shape, dtype=np.uint8))
+
+
+def save(image, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return np.array(image)
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Eight pictures of 6 x 5 pixels in three classes, saved in no order."""
+    names = [
+        "cat/b.png",
+        "ant/2.PNG",
+        "cat/a.png",
+        "bee/z/deep.png",
+        "ant/1.png",
+        "bee/c.png",
+        "cat/c.png",
+        "ant/3.png",
+    ]
+    arrays = {name: save(picture(6, 5), tmp_path / name) for name in names}
+    (tmp_path / "ant" / "notes.txt").write_text("no image")
+    (tmp_path / "ant" / ".hidden.png").write_text("no image")
+    (tmp_path / ".cache").mkdir()
+    return tmp_path, arrays
+
+
+def test_classes_and_images_are_in_the_order_of_their_names(pets):
+    root, arrays = pets
+    opened = open_folder(root)
+    names = sorted(arrays)
+    assert [str(path.relative_to(root)) for path in opened.paths] == names
+    assert opened.classes == ("ant", "bee", "cat")
+    assert opened.labels.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    images = opened.load()
+    np.testing.assert_array_equal(images.pixels.numpy(), np.stack([arrays[name].transpose(2, 0, 1) for name in names]))
+    assert opened.part([7, 0]).labels.tolist() == [2, 0]
+    assert torch.equal(opened.part([7, 0]).load().pixels, images.pixels[[7, 0]])
+    assert opened.evenly(3).labels.tolist() == [0, 1, 2]
+    assert opened.evenly(100) is opened
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 3), (3, 1), (8, 3), (100, 1)])
+def test_batches_hold_every_image_once_and_can_be_read_again(pets, size, workers):
+    opened = open_folder(pets[0])
+    expected = opened.load()
+    batches = opened.batches(size, workers=workers)
+    for _ in range(2):
+        read = list(batches)
+        assert len(read) == len(batches) == -(-8 // size)
+        assert all(len(labels) <= size for _, labels in read)
+        assert torch.equal(torch.cat([pixels for pixels, _ in read]), expected.pixels)
+        assert torch.equal(torch.cat([labels for _, labels in read]), expected.labels)
+    normalise = NORMALISATIONS["imagenet"]
+    inputs = torch.cat([batch for batch, _ in opened.batches(size, normalise, workers)])
+    assert torch.equal(inputs, normalise(expected.pixels))
+
+
+@pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (31, 47), (40, 40), (100, 13), (7, 9)])
+def test_resize_and_crop_are_torchvisions(tmp_path, width, height):
+    image = picture(width, height)
+    save(image, tmp_path / "a" / "x.png")
+    result = open_folder(tmp_path, Preparation(resize=20, crop=16)).load().pixels[0]
+    size = (20, int(20 * height / width)) if width <= height else (int(20 * width / height), 20)
+    resized = image.resize(size, Image.Resampling.BILINEAR)
+    left, top = round((resized.width - 16) / 2), round((resized.height - 16) / 2)
+    expected = np.array(resized)[top : top + 16, left : left + 16].transpose(2, 0, 1)
+    np.testing.assert_array_equal(result.numpy(), expected)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_broken_images_are_named(tmp_path, damage):
+    for index in range(5):
+        save(picture(64, 64), tmp_path / "a" / f"{index}.jpg")
+    path = tmp_path / "a" / "3.jpg"
+    path.write_bytes({"cut": path.read_bytes()[:700], "empty": b"", "text": b"not found"}[damage])
+    reader = iter(open_folder(tmp_path).batches(2))
+    next(reader)  # what comes before it can be read
+    with pytest.raises(mola.errors.DataError, match=r"a/3.jpg \([\d,]+ bytes\) cannot be decoded.*remove it"):
+        list(reader)
+
+
+def test_folders_that_hold_nothing_are_refused(tmp_path):
+    with pytest.raises(mola.errors.DataError, match="is not a folder"):
+        open_folder(tmp_path / "none")
+    (tmp_path / "a").mkdir()
+    for folder in (tmp_path, tmp_path / "a"):
+        with pytest.raises(mola.errors.DataError, match="contains no images"):
+            open_folder(folder)
