@@ -17,9 +17,9 @@ from typing import Any
 import pandas as pd
 
 from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
-from molaplace.report.reading import SuiteResults, read_suites
-from molaplace.report.suite_tables import suite_tables
 from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
+from molaplace_lab.report.reading import SuiteResults, read_suites
+from molaplace_lab.report.tables import suite_tables
 from molaplace_lab.uci import METHODS, as_good, gap_table, read_records, score_table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,9 +13,9 @@ import pytest
 from molaplace.__main__ import main
 from molaplace.errors import StorageError
 from molaplace.evaluation.record import Record
-from molaplace.report.page import SuiteReport, suites_page
-from molaplace.report.reading import read_suites
-from molaplace.report.suite_tables import suite_tables
+from molaplace_lab.report.page import SuiteReport, suites_page
+from molaplace_lab.report.reading import read_suites
+from molaplace_lab.report.tables import suite_tables
 from tests.made_up_results import QUALITY, make_store, record
 
 

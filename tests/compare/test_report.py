@@ -17,12 +17,8 @@ from molaplace.__main__ import main
 from molaplace.errors import OptionError
 from molaplace.evaluation.leads import Lead
 from molaplace.evaluation.record import Comparison, SetInfo
-from molaplace.report import paper_numbers
-from molaplace.report.figures import suite_figures
-from molaplace.report.page import SuiteReport, evaluation_page, suites_page
-from molaplace.report.reading import read_suites
+from molaplace.report.page import evaluation_page
 from molaplace.report.single_run_tables import evaluation_tables
-from molaplace.report.suite_tables import suite_tables
 from molaplace.report.tables import (
     MISSING,
     Column,
@@ -31,8 +27,13 @@ from molaplace.report.tables import (
     make_table,
     print_table,
 )
-from molaplace.report.words import suite_findings
-from molaplace.report.writing import write_report
+from molaplace_lab.report import paper_numbers
+from molaplace_lab.report.figures import suite_figures
+from molaplace_lab.report.page import SuiteReport, suites_page
+from molaplace_lab.report.reading import read_suites
+from molaplace_lab.report.tables import suite_tables
+from molaplace_lab.report.words import suite_findings
+from molaplace_lab.report.writing import write_report
 from molaplace_lab.store import Store
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 from tests.pages import Page

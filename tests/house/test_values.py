@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
-from molaplace.report.reading import read_suites
+from molaplace_lab.report.reading import read_suites
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -39,10 +39,10 @@ def report(options: ReportOptions) -> None:
     and the figures. Takes a few seconds.
     """
     # Imported here so that the other commands start without loading matplotlib.
-    from molaplace.report.reading import read_suites
-    from molaplace.report.suite_tables import TERMINAL, suite_tables
-    from molaplace.report.words import suite_findings
-    from molaplace.report.writing import write_report
+    from molaplace_lab.report.reading import read_suites
+    from molaplace_lab.report.tables import TERMINAL, suite_tables
+    from molaplace_lab.report.words import suite_findings
+    from molaplace_lab.report.writing import write_report
 
     check_report_folder(options.output)
     found = read_suites(options.results, options.suites)

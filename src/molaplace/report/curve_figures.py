@@ -13,10 +13,9 @@ from molaplace.evaluation.demo_result import METHODS, PAPER, DemoResult
 from molaplace.evaluation.record import Comparison, Record, RegressionDetail
 from molaplace.reliability import Curve, draw_reliability
 from molaplace.report.estimate import Estimate
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On, levels_of, shared_outliers
-from molaplace.report.reading import SuiteResults
+from molaplace.report.numbers import Numbers, levels_of
 from molaplace.report.style import COLOURS, INK, Figure, canvas, colours, quiet_axes, shared_legend, strokes
-from molaplace.report.suite_tables import SHIFT_METRICS
+from molaplace.report.tables import SHIFT_METRICS
 
 DOTTED, DASHED = (0, (1, 1.6)), (0, (5, 2.5))
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": DASHED, "linewidth": 0.9}
@@ -67,17 +66,14 @@ Estimates = Mapping[float, Mapping[str, Estimate | None]]
 """Estimates, keyed by position on the x-axis and then by label."""
 
 
-def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
-    # Lines show means over runs; bands extend one standard error to each side.
+def estimates_panel(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
+    """Return a panel whose lines show means over runs; bands extend one standard error to each side."""
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: one for x, values in found.items() if (one := values.get(label)) is not None}
         means, errors = [one.mean for one in known.values()], [one.error or 0.0 for one in known.values()]
         lines.append(Line(list(known), means, label, {"marker": "o", "markersize": 2.6, **stroke}, errors))
     return Panel(title, [line for line in lines if line.x], {"xticks": list(found), **settings})
-
-
-# --- suites ----------------------------------------------------------------------------------------------------------
 
 
 def draw_against_level(
@@ -90,33 +86,8 @@ def draw_against_level(
     for metric in metrics:
         found = {level: numbers(numbers.at_level(level, metric)) for level in levels}
         settings = {"xlabel": axis, "xticks": ticks} | ({"ylim": (0, None)} if metric in ("brier", "ece") else {})
-        panels.append(_estimates(SHIFT_METRICS[metric].name, found, list(methods), settings))
+        panels.append(estimates_panel(SHIFT_METRICS[metric].name, found, list(methods), settings))
     return draw_panels(panels, 2.4)
-
-
-def suite_components(suite: SuiteResults) -> Figure:
-    """Plot metrics on test data, shifted data and outliers against the number of components, with one line per family."""
-    methods = suite.groups["components"]
-    numbers = Numbers(methods)
-    # `sweep` maps each number of components to one method per family; "DE K=2" belongs to the family "DE".
-    sweep: dict[float, dict[str, str]] = {}
-    for method, records in methods.items():
-        sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
-    sweep = dict(sorted(sweep.items()))
-    families = list(dict.fromkeys(family for members in sweep.values() for family in members))
-    quantities: dict[str, On] = {}
-    for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
-        name = "ECE" if metric == "ece" else SHIFT_METRICS[metric].name
-        quantities |= {f"{name}, test": On("test", metric), f"{name}, shifted": numbers.shifted(metric)}
-    outliers = tuple(one.name for one in shared_outliers(suite, methods))
-    quantities["mean confidence, outliers"] = On(outliers, "confidence")
-    quantities["AUROC, outliers"] = On(outliers, "auroc", BY_CONFIDENCE)
-    panels = []
-    for title, quantity in quantities.items():
-        found = numbers(quantity)
-        by_count = {count: {family: found[one] for family, one in members.items()} for count, members in sweep.items()}
-        panels.append(_estimates(title, by_count, families, {"xlabel": "components"}))
-    return draw_panels([panel for panel in panels if panel.lines], 2.4)
 
 
 # --- calibration and decisions ---------------------------------------------------------------------------------------

@@ -7,18 +7,14 @@ from functools import partial
 from molaplace.evaluation.demo_result import DemoResult
 from molaplace.evaluation.record import Comparison
 from molaplace.report import curve_figures as curves
-from molaplace.report.numbers import levels_of
-from molaplace.report.picture_figures import MOST_SETS, demo_moons, draw_examples, draw_histograms, example_sets
-from molaplace.report.reading import SuiteResults
+from molaplace.report.picture_figures import MOST_SETS, demo_moons, draw_examples, draw_histograms
 from molaplace.report.style import Planned
-from molaplace.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablation_groups
 
 RELIABILITY = (
     "Calibration",
     "Accuracy against confidence, in bins of equal width. Overconfident predictions lie below the dashed line.",
 )
 SHARES = "Share of inputs by confidence, on a square-root scale. A good method is less confident on outliers than on test data."
-BANDS = "Lines show means over runs; bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
 """Metrics plotted against the level of shift in ablations and in the demo."""
@@ -79,31 +75,4 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
         )
         make = partial(curves.evaluation_decisions, comparison)
         figures["decisions"] = Planned("Fewer answers, fewer errors", risk, make)
-    return figures
-
-
-def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Return the figures for a suite, keyed by name, in page order; figures whose records are missing are omitted."""
-    figures: dict[str, Planned] = {}
-    levels, outliers = levels_of(suite), suite.of_role("outlier")
-    if suite.runs and outliers:
-        histograms = partial(draw_histograms, suite, outliers[:MOST_SETS])
-        figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs are pooled.", histograms)
-    if suite.runs and len(levels) > 1:
-        shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
-        figures["shift"] = Planned("Under shift", BANDS, shift)
-    if suite.runs and levels:
-        # The panels show the test set (level 0) and the middle and highest levels of shift.
-        shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
-        titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
-        panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
-        figures["reliability"] = Planned(*RELIABILITY, partial(curves.draw_reliability_panels, suite, panels))
-    if example_sets(suite):
-        caption = "The first images of each set, with each method's confidence in the first run."
-        figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
-    for group in ablation_groups(suite):
-        along = partial(curves.draw_against_level, suite, suite.groups[group], ABLATED, suite.axis)
-        make = partial(curves.suite_components, suite) if group == "components" else along
-        if group == "components" or len(levels) > 1:
-            figures[group] = Planned(GROUP_TITLES.get(group, group), BANDS, make)
     return figures

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from molaplace.evaluation.demo_result import DemoResult
 from molaplace.evaluation.record import Comparison
 from molaplace.options import counted
 from molaplace.report import words
-from molaplace.report.numbers import LEADS
-from molaplace.report.reading import METHODS, SuiteResults
 from molaplace.report.single_run_tables import demo_tables, detail_table, evaluation_tables
 from molaplace.report.style import INK, Drawn, strokes
-from molaplace.report.suite_tables import ablation_groups
-from molaplace.report.tables import Table, as_html
-
-
-@dataclass(frozen=True)
-class SuiteReport:
-    """The results of a suite, together with the tables and figures made from them."""
-
-    suite: SuiteResults
-    tables: dict[str, Table]
-    figures: dict[str, Drawn]
-
-    def named(self, beginning: str) -> list[Table]:
-        """Return the tables whose names begin with the given prefix."""
-        return [table for name, table in self.tables.items() if name.startswith(beginning)]
+from molaplace.report.tables import as_html
 
 
 def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
     """Return the HTML page for the demo."""
-    return _render(
+    return render_page(
         "demo",
         result=result,
         headlines=words.demo_headlines(result),
@@ -49,7 +32,7 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
     """Return the HTML page for a comparison on the user's data."""
-    return _render(
+    return render_page(
         "evaluation",
         comparison=comparison,
         outliers=len(comparison.of_role("outlier")),
@@ -57,36 +40,30 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
         tables=evaluation_tables(comparison),
         detail=detail_table(comparison),
         figures=figures,
-        described=words.REGRESSION_METHODS if comparison.regression else words.EVALUATION_METHODS,
+        described=words.REGRESSION_METHODS if comparison.regression else words.METHODS,
         remarks=words.evaluation_remarks(comparison),
     )
 
 
-def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
-    """Return one HTML page for several suites, with `made_by` as the footer."""
-    return _render("suites", reports=reports, made_by=made_by)
+def render_page(template: str, environment: Environment | None = None, **context: object) -> str:
+    """Return a page rendered from the template `<template>.html.jinja` of the environment (by default, `page_environment()`)."""
+    environment = page_environment() if environment is None else environment
+    return environment.get_template(f"{template}.html.jinja").render(context)
 
 
-def _render(template: str, **context: object) -> str:
+def page_environment(*loaders: BaseLoader) -> Environment:
+    """Return an environment with this package's templates and, before them, those of the given loaders."""
     environment = Environment(
-        loader=PackageLoader("molaplace.report"),
+        loader=ChoiceLoader([*loaders, PackageLoader("molaplace.report")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"strokes": strokes, "METHODS": METHODS, "LEADS": LEADS}
-    environment.filters |= {
-        "as_html": as_html,
-        "ablation_groups": ablation_groups,
-        "duration": _duration,
-        "findings": words.suite_findings,
-        "inline_svg": _inline_svg,
-        "prose": _prose,
-        "remarks": words.suite_remarks,
-    }
-    return environment.get_template(f"{template}.html.jinja").render(context)
+    environment.globals |= {"strokes": strokes, "METHODS": words.METHODS}
+    environment.filters |= {"as_html": as_html, "duration": _duration, "inline_svg": _inline_svg, "prose": _prose}
+    return environment
 
 
 def _prose(text: str) -> Markup:

@@ -129,6 +129,16 @@ def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Co
     return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
 
 
+SHIFT_METRICS = {
+    "log_likelihood": Column("log-likelihood", better="high", digits=3),
+    "brier": Column("Brier score", better="low", digits=3),
+    "ece": Column("calibration error (ECE)", better="low", factor=100),
+    "accuracy": Column("accuracy", better="high", factor=100),
+    "confidence": Column("mean confidence", factor=100),
+}
+"""Metrics shown as a function of the level of shift."""
+
+
 def records_table(
     title: str,
     caption: str,

@@ -9,15 +9,24 @@ from dataclasses import dataclass
 from molaplace.evaluation.demo_result import DemoResult
 from molaplace.evaluation.leads import CLEAR, SAME, Lead
 from molaplace.evaluation.record import Comparison
-from molaplace.report.estimate import is_clear
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
-from molaplace.report.reading import METHODS, SuiteResults
+from molaplace.report.numbers import Numbers, On
 from molaplace.report.single_run_tables import SCORE_NAMES, digits_of
 
-EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace approximation of its last layer"}
+METHODS = {
+    "MAP": "the first network, unchanged",
+    "MAP-T": "MAP with a temperature tuned on the validation data",
+    "DE": "the plain deep ensemble: the mean of all networks' probabilities",
+    "DE-T": "DE with a temperature tuned on the validation data",
+    "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
+    "LLLA": "the first network, with a Laplace approximation of its last layer",
+    "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
+    "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",
+    "MoLA": "all networks, each with a Laplace approximation of its last layer",
+}
+"""Descriptions of the methods in comparisons."""
 
 REGRESSION_METHODS = {
-    **EVALUATION_METHODS,
+    **METHODS,
     "MAP": "the first network, unchanged, with the noise estimated from the training data",
     "MAP-N": "MAP with its noise rescaled to fit the validation data",
     "DE": "the plain deep ensemble: a mixture of all networks, each with its own noise",
@@ -216,63 +225,3 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         lines.append(f"Inputs left out of {where}: {len(found)} ({some}{more}).")
     return lines
-
-
-# --- suites ----------------------------------------------------------------------------------------------------------
-
-COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Pairs of a method and the ensemble with which it is compared."""
-
-
-def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Return findings about clear differences between MoLA and the ensembles."""
-    if not suite.runs:
-        return []
-    numbers = Numbers(suite.runs)
-    found = [_compared(suite, numbers, own, base) for own, base in COMPARED if {own, base} <= suite.runs.keys()]
-    return [finding for finding in found if finding is not None]
-
-
-def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
-    outliers = tuple(one.name for one in shared_outliers(suite, suite.runs))
-    # Each entry consists of a name, a quantity, a sign (1 if higher is better), the number of decimals and a unit factor.
-    quantities = (
-        ("log loss on test data", On("test", "nll"), -1, 4, 1),
-        ("calibration error on test data (%)", On("test", "ece"), -1, 2, 100),
-        ("log loss on shifted data", numbers.shifted("nll"), -1, 3, 1),
-        ("calibration error on shifted data (%)", numbers.shifted("ece"), -1, 1, 100),
-        ("mean confidence in outliers (%)", On(outliers, "confidence"), -1, 1, 100),
-        ("AUROC of confidence (%)", On(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
-    )
-    better: list[str] = []
-    worse: list[str] = []
-    same: list[str] = []
-    for name, quantity, sign, digits, factor in quantities:
-        found = numbers(quantity, factor)
-        if (mine := found[own]) is None or (theirs := found[base]) is None:
-            continue
-        gap = mine.minus(theirs)
-        if abs(gap.mean) < SAME:
-            same.append(name)
-        elif is_clear(gap):
-            words = f"{name} {mine.mean:.{digits}f} against {theirs.mean:.{digits}f}"
-            (better if sign * gap.mean > 0 else worse).append(words)
-    parts = [f"{own} equals {base} in {', '.join(same)}."] if same else []
-    parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
-    parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
-    return Finding(f"{own} and {base}", " ".join(parts)) if parts else None
-
-
-def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the remarks shown below the results of a suite: data, tuning and computing time."""
-    records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
-    sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}
-    seconds = sum(sum(record.seconds.values()) for record in records)
-    return [
-        f"Data: {sets}.",
-        *suite.notes,
-        *notes,
-        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' "
-        f"forward passes.",
-    ]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from molaplace.evaluation.record import SetInfo
-from molaplace.report import paper_numbers
 from molaplace.report.numbers import (
     BY_CONFIDENCE,
     EXCESS,
@@ -17,20 +16,12 @@ from molaplace.report.numbers import (
     runs_words,
     shared_outliers,
 )
-from molaplace.report.reading import MAIN, SuiteResults, known_scores
-from molaplace.report.tables import Column, Number, Table, make_table, on_set, records_table
+from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, make_table, on_set, records_table
+from molaplace_lab.report import paper_numbers
+from molaplace_lab.report.reading import MAIN, SuiteResults, known_scores
 
 TERMINAL = ("outliers", "in-distribution", "cost")
 """Names of the tables printed to the terminal; the output files contain all tables."""
-
-SHIFT_METRICS = {
-    "log_likelihood": Column("log-likelihood", better="high", digits=3),
-    "brier": Column("Brier score", better="low", digits=3),
-    "ece": Column("calibration error (ECE)", better="low", factor=100),
-    "accuracy": Column("accuracy", better="high", factor=100),
-    "confidence": Column("mean confidence", factor=100),
-}
-"""Metrics shown as a function of the level of shift."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
