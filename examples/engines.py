@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import molaplace as mola
-from molaplace.cli.jobs.batches import BatchPredictor
+from molaplace.cli.batches import BatchPredictor
 
 PACKAGES = {"dask": "dask", "ray": "ray", "spark": "pyspark"}
 COLUMNS = [f"pixel_{index}" for index in range(64)]

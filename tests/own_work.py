@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from molaplace.cli.jobs.evaluate import EvaluateOptions
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
-from molaplace.cli.jobs.job import Job
-from molaplace.cli.jobs.predict import PredictOptions
+from molaplace.cli.evaluate_job import EvaluateOptions
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.job import Job
+from molaplace.cli.predict import PredictOptions
 from molaplace.images import NORMALISATIONS, Preparation
 from molaplace.saving.schema import sealed
 from molaplace.saving.weights import save_weights

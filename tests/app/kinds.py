@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from molaplace.cli import app
-from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
+from molaplace.cli.folder import PosteriorFolder, open_posterior
 
 NAMES = {
     "classes": ("low", "middle", "high"),

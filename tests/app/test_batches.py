@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import molaplace as mola
-from molaplace.cli.jobs.batches import BatchPredictor
+from molaplace.cli.batches import BatchPredictor
 from tests.closeness import assert_close
 from tests.own_work import CLASSES
 

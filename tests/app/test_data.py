@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from molaplace.cli.jobs.arrays import open_arrays
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.rows import Account, Loader
-from molaplace.cli.jobs.sets import Own, open_set
+from molaplace.cli.data.arrays import open_arrays
+from molaplace.cli.data.dataset import Loader, SkippedInputs
+from molaplace.cli.data.opening import Own, open_dataset
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.fit import run_fit
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
@@ -23,7 +23,7 @@ from tests.own_work import CLASSES, Desk, job_for
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
-INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5)
+INTAKE = Preprocessing(mode="RGB", shape=(3, 6, 6), batch_size=5)
 
 
 def copy_of(desk: Desk, split: str, folder: Path) -> Path:
@@ -52,8 +52,8 @@ def spoil(folder: Path) -> dict[str, str]:
 def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path):
     folder = copy_of(desk, "train", tmp_path / "train")
     expected = spoil(folder)
-    account = Account()
-    loader = Loader(open_set(str(folder), INTAKE, labelled=True), account)
+    account = SkippedInputs()
+    loader = Loader(open_dataset(str(folder), INTAKE, labelled=True), account)
     inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
     good_inputs, good_labels = desk.inputs("train")
     assert torch.equal(labels, good_labels)
@@ -69,7 +69,7 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_pa
     with pytest.raises(
         DataError, match=r"(cannot be decoded|pixels|subfolder).*with --strict, no input may be left out"
     ):
-        list(Loader(loader.source, Account(), strict=True))
+        list(Loader(loader.source, SkippedInputs(), strict=True))
 
 
 def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
@@ -138,7 +138,7 @@ def test_data_that_are_none_are_refused_in_words(tmp_path, case):
     make, name, words = NO_DATA[case]
     make(tmp_path)
     with pytest.raises((DataError, OptionError), match=words) as caught:
-        open_set(str(tmp_path / name), INTAKE, labelled=True, classes=CLASSES)
+        open_dataset(str(tmp_path / name), INTAKE, labelled=True, classes=CLASSES)
     assert name in str(caught.value)
 
 
@@ -147,10 +147,10 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     picture = next(good.iterdir())
     lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
     (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
-    account = Account()
-    ((_, labels),) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
+    account = SkippedInputs()
+    ((_, labels),) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
     assert labels.tolist() == [1, 1], "by name or by number"
-    rows = next(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES).batches())
+    rows = next(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES).batches())
     assert [words and words.split(":")[0] for words in rows.errors] == [
         None,
         None,
@@ -158,8 +158,8 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
         "has no label",
         "row 6 has no file name",
     ]
-    unlabelled = Account()
-    (batch,) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False)
+    unlabelled = SkippedInputs()
+    (batch,) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False)
     assert len(batch[0]) == 4
     expected = {"": "row 6 has no file name", "gone.png": "does not exist"}
     assert unlabelled.left_out[str(tmp_path / "list.csv")] == expected
@@ -169,7 +169,7 @@ def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_pa
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
     with pytest.raises(DataError, match=r"contains no usable inputs. The first error: cat/a.png: cannot be decoded"):
-        list(Loader(open_set(str(tmp_path / "set"), INTAKE, labelled=True), Account()))
+        list(Loader(open_dataset(str(tmp_path / "set"), INTAKE, labelled=True), SkippedInputs()))
     with pytest.raises(DataError, match="contains no images that can be decoded"):
         run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
 
@@ -180,7 +180,7 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     labels = np.arange(11) % 3
     np.savez_compressed(tmp_path / "set.npz", inputs=np.asfortranarray(values), labels=labels)
     np.save(tmp_path / "set.npy", values)
-    intake = Intake(batch_size=4, dtype="float64")
+    intake = Preprocessing(batch_size=4, dtype="float64")
     source = open_arrays(tmp_path / "set.npz", intake, labelled=True)
     assert source.count == 11
     rows = list(source.batches())
@@ -199,7 +199,7 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
 
 def test_bytes_are_pixels_in_any_layout(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
-    intake = Intake(mean=(0.5,), std=(0.25,))
+    intake = Preprocessing(mean=(0.5,), std=(0.25,))
     expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
         np.savez(tmp_path / f"{name}.npz", x=values)
@@ -211,21 +211,21 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
 
 
 def test_built_in_sets_by_name(monkeypatch):
-    digits = open_set("digits:val", Intake(batch_size=100), labelled=True)
+    digits = open_dataset("digits:val", Preprocessing(batch_size=100), labelled=True)
     assert digits.count == 297
     assert sum(len(rows.labels) for rows in digits.batches()) == 297
     with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
-        open_set("digits:vall", Intake(), labelled=True)
+        open_dataset("digits:vall", Preprocessing(), labelled=True)
     with pytest.raises(DataError, match=r"digits:val contains inputs of shape \(1, 8, 8\); expected \(3, 6, 6\)"):
-        list(open_set("digits:val", INTAKE, labelled=True).batches())
+        list(open_dataset("digits:val", INTAKE, labelled=True).batches())
     monkeypatch.delenv("MOLAPLACE_DATA", raising=False)
     with pytest.raises(DataError, match="no data directory"):
-        open_set("mnist:test", Intake(), labelled=True)
+        open_dataset("mnist:test", Preprocessing(), labelled=True)
 
 
 def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
-    source = open_set(f"{desk.module}:mappings", Intake(), labelled=True, outputs=3)
-    first = next(iter(Loader(source, Account())))
+    source = open_dataset(f"{desk.module}:mappings", Preprocessing(), labelled=True, outputs=3)
+    first = next(iter(Loader(source, SkippedInputs())))
     assert first.keys() == {"input", "labels"}
     for name, words in (
         ("gone", "has no function 'gone'"),
@@ -233,7 +233,7 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
-            list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3).batches())
+            list(open_dataset(f"{desk.module}:{name}", Preprocessing(), labelled=True, outputs=3).batches())
 
 
 X = torch.ones(2, 4)
@@ -249,7 +249,7 @@ ODD = {
 
 @pytest.mark.parametrize("words", ODD)
 def test_batches_that_are_none_are_refused_with_the_place(words):
-    source = Own(name="mine:batches", intake=Intake(), function=lambda: [ODD[words]], labelled=True)
+    source = Own(name="mine:batches", intake=Preprocessing(), function=lambda: [ODD[words]], labelled=True)
     with pytest.raises(DataError, match=rf"batch 0 of mine:batches.*{words}"):
         list(source.batches())
 
@@ -258,7 +258,7 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     wide = np.linspace(0, 65535, 36).round().astype(np.uint16).reshape(6, 6)
     Image.fromarray(wide).save(tmp_path / "grey.png")
     Image.fromarray(wide.astype(np.float32)).save(tmp_path / "real.tif")
-    rows = list(open_set(str(tmp_path), Intake(mode="L"), labelled=False).batches())
+    rows = list(open_dataset(str(tmp_path), Preprocessing(mode="L"), labelled=False).batches())
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
@@ -266,4 +266,4 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_images_have_as_many_channels_as_the_arrays_of_the_fit(channels):
-    assert Intake(shape=(channels, 8, 6)).prepare(Image.new("RGB", (6, 8))).shape == (channels, 8, 6)
+    assert Preprocessing(shape=(channels, 8, 6)).prepare(Image.new("RGB", (6, 8))).shape == (channels, 8, 6)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import molaplace as mola
-from molaplace.cli.jobs.decisions import kept_calibration, make_decisions, saved_columns
-from molaplace.cli.jobs.export import ExportOptions, run_export
+from molaplace.cli.decisions import make_decisions, saved_calibration, saved_columns
+from molaplace.cli.export import ExportOptions, run_export
 from molaplace.errors import StorageError
 from molaplace.saving.files import write_folder
 from molaplace.saving.posterior import pack
@@ -40,7 +40,7 @@ def test_decisions_are_those_of_the_library(fitted, known):
 
 @pytest.mark.parametrize("name", ["true_rank", "confidence", "ood_score"])
 def test_damaged_numbers_are_refused(fitted, tmp_path, name):
-    known, score = kept_calibration(fitted, "--coverage")
+    known, score = saved_calibration(fitted, "--coverage")
     columns = {**known.columns(), "ood_score": score}
     columns[name] = columns[name].float()
     document, tensors = pack(fitted.posterior)

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 import molaplace as mola
 from molaplace import metrics
 from molaplace.cli import app
-from molaplace.cli.jobs import evaluate
-from molaplace.cli.jobs.decisions import alarm
-from molaplace.cli.jobs.evaluate import run_evaluate
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.regression import networks_alone, noise_factors
-from molaplace.cli.jobs.sets import open_set, overlap
+from molaplace.cli import evaluate_job as evaluate
+from molaplace.cli.data.opening import open_dataset, overlap
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.decisions import alarm
+from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.regression import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
 from molaplace.report.words import evaluation_findings, method_words
 from tests.app.kinds import LOCATION, NAMES, SCALE
@@ -154,7 +154,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
     network = "first network" if count > 1 else "network"
     assert method_words(result)["MAP-T"] == f"the temperature-scaled {network}"
     assert ("(LLLA)" in evaluation_findings(result)[0].text) == (count == 1)
-    strange = next(open_set("strange", Intake(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
+    strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = desk.inputs("test")
     for name in expected:
         inside, outside = methods[name].predict(test), methods[name].predict(strange)

@@ -25,11 +25,11 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.__main__ import main
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.explorer import ExploreOptions
 from molaplace.cli.explorer.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
 from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.fit import run_fit
 from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS
@@ -57,7 +57,7 @@ def make_subject(shape=(1, 8, 8), classes=("ape", "bee", "cow", "doe"), **change
         nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 16), nn.ReLU(), nn.Linear(16, len(classes))).float()
         for _ in range(3)
     ]
-    sight = Sight(shape, Intake(mean=(0.3,) * shape[0], std=(0.6,) * shape[0]))
+    sight = Sight(shape, Preprocessing(mean=(0.3,) * shape[0], std=(0.6,) * shape[0]))
     inputs = sight.inputs([noise(shape, seed) for seed in range(40)])
     posterior = mola.fit(networks, [(inputs, torch.arange(40) % len(classes))], weights=[0.5, 0.3, 0.2])
     reference = Reference(posterior.predict(inputs).ood_score, 1.0, 40)
@@ -118,17 +118,17 @@ def test_pictures_reach_the_networks_as_the_training_data_did(shape):
     assert sight.read(to_url(image)).tobytes() == image.tobytes()
     own = NORMALISATIONS["cifar10"]
     photograph = noise((3, 40, 60))
-    intake = Intake(resize=16, crop=12, mode="RGB", mean=own.mean, std=own.std)
+    intake = Preprocessing(resize=16, crop=12, mode="RGB", mean=own.mean, std=own.std)
     sight = Sight((3, 12, 12), intake)
     assert torch.equal(sight.inputs([sight.fit(photograph)])[0], own(intake.prepare(photograph)))
     assert sight.images(sight.inputs([sight.fit(photograph)]))[0].tobytes() == sight.fit(photograph).tobytes()
-    assert Sight((1, 10, 20), Intake()).fit(photograph).size == (20, 10)
+    assert Sight((1, 10, 20), Preprocessing()).fit(photograph).size == (20, 10)
 
 
 @pytest.mark.parametrize("wrong", [(8,), (2, 8, 8), (1, 8, 2000)])
 def test_inputs_that_are_no_pictures_are_refused(wrong):
     with pytest.raises(OptionError, match="molaplace predict"):
-        Sight(wrong, Intake())
+        Sight(wrong, Preprocessing())
 
 
 # --- answers --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.job import Job
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.job import Job
 from molaplace.errors import OptionError, StorageError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, make_desk

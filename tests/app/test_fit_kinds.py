@@ -15,7 +15,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.cli.explorer import ExploreOptions
 from molaplace.cli.explorer.subject import open_subject
-from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.folder import open_posterior
 from molaplace.errors import OptionError
 from tests.app.kinds import LOCATION, OPTIONS, SCALE, run
 from tests.closeness import assert_close
@@ -70,7 +70,7 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
     assert folder.classes == kind.names
     assert folder.posterior.components[0].layer.sums.count == 40
     labels[np.arange(40) % 3 != 0, 2] = np.nan  # empty cells
-    read = torch.cat([rows.labels for rows in folder.open_set("images.csv", labelled=True).batches()])
+    read = torch.cat([rows.labels for rows in folder.open_dataset("images.csv", labelled=True).batches()])
     np.testing.assert_array_equal(read.numpy(), labels)
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.cli.jobs.evaluate import run_evaluate
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior, read_information
+from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior, read_information
 from molaplace.errors import DataError, OptionError, StorageError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, to_evaluate, with_job

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.job import Job
-from molaplace.cli.jobs.networks import build_networks, folder_hints
-from molaplace.cli.jobs.preparation import Intake, make_intake
+from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.job import Job
+from molaplace.cli.networks import build_networks, folder_hints
 from molaplace.errors import HeadError, MissingExtraError, OptionError, StorageError
 from molaplace.saving.weights import save_weights
 from molaplace_lab.models import build_network
@@ -129,7 +129,7 @@ def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     built = build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
     assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
     # The middle of an image whose proportions are kept, as in timm's own evaluation: 6 / 0.875 = 6.86.
-    assert built.hints == Intake(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+    assert built.hints == Preprocessing(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
     with pytest.raises(OptionError, match="timm cannot build 'large'"):
         build_networks(["timm:large"], [str(tmp_path / "small.safetensors")])
 
@@ -170,7 +170,7 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
 def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expected):
     folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    found = make_intake(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
+    found = make_preprocessing(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
     assert_close(found, expected(pixels.double()))
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from molaplace.cli.fit import FitOptions
-from molaplace.cli.jobs.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
-from molaplace.cli.jobs.predict import PredictOptions
+from molaplace.cli.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
 from molaplace.cli.options import as_document, in_flags, options_of, read_toml, to_toml
+from molaplace.cli.predict import PredictOptions
 from molaplace.errors import OptionError
 from tests.app.kinds import run
 from tests.own_work import CLASSES, job_for

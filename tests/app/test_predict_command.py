@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.cli.jobs.decisions import alarm, make_decisions
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.predict import run_predict, summary_sentence
+from molaplace.cli.decisions import alarm, make_decisions
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.predict import run_predict, summary_sentence
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.app.kinds import NAMES, draw, run
 from tests.closeness import assert_close

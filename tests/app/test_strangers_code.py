@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.networks import build_networks
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.networks import build_networks
 from molaplace.errors import OptionError, StorageError
 from molaplace.hub import FORMAT
 from molaplace_lab.imported import import_builder, import_function
@@ -89,7 +89,7 @@ def opened(folder, option, **words):
     """What `molaplace predict` does with the networks that a folder names, or `molaplace evaluate` with its validation data."""
     fitted = open_posterior(folder, **words)
     if option == "val":
-        fitted.open_set(fitted.job.val, labelled=True)
+        fitted.open_dataset(fitted.job.val, labelled=True)
     return fitted
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import molaplace_lab.models
-from molaplace.cli.jobs.networks import build_networks
+from molaplace.cli.networks import build_networks
 from molaplace.errors import OptionError, StorageError
 from molaplace.saving.weights import load_weights, read_state
 from molaplace_lab.networks import timm_builder

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
-from molaplace.cli.jobs.evaluate import run_evaluate
-from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.folder import open_posterior
 from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.own_work import make_desk, to_evaluate

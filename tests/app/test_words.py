@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.jobs.networks import build_networks
+from molaplace.cli.networks import build_networks
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, normalisation
 from molaplace.likelihoods import CATEGORICAL

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from molaplace.cli.jobs.evaluate import run_evaluate
-from molaplace.cli.jobs.fit import run_fit
-from molaplace.cli.jobs.folder import open_posterior
-from molaplace.cli.jobs.job import Job
+from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.job import Job
 from molaplace.errors import MolaWarning
 from molaplace.evaluation.results import METRICS
 from molaplace_lab.activations import open_networks

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from molaplace.cli.jobs.job import RUN
+from molaplace.cli.job import RUN
 from molaplace.cli.options import Option, as_document, in_flags, options_of, parsed, read_options, read_toml, to_toml
 from molaplace.errors import MolaError
 from molaplace.saving.files import write_atomically
@@ -121,7 +121,7 @@ def _from_file(command: str, kind: type, declared: list[Option], given: dict[str
     path: Path | None = given.get("config")
     if path is None:
         return {}
-    from molaplace.cli.jobs.code import check_values
+    from molaplace.cli.consent import check_values
 
     path = path / "job.toml" if path.is_dir() else path
     kept = read_options(read_toml(path), kind, command, path)

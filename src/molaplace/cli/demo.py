@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.jobs.groups import Quiet
+from molaplace.cli.option_groups import Quiet
 from molaplace.cli.options import option
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from molaplace.cli.command import write_run
-from molaplace.cli.jobs.evaluate import EvaluateOptions, run_evaluate
-from molaplace.cli.jobs.rows import Account
+from molaplace.cli.data.dataset import SkippedInputs
+from molaplace.cli.evaluate_job import EvaluateOptions, run_evaluate
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder, finish
 from molaplace.evaluation.record import Comparison
@@ -38,7 +38,7 @@ def evaluate(options: EvaluateOptions) -> None:
     import torch
 
     # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.cli.jobs.folder import open_posterior
+    from molaplace.cli.folder import open_posterior
     from molaplace.distributed import join
     from molaplace.report.writing import write_evaluation
 
@@ -67,7 +67,7 @@ def evaluate(options: EvaluateOptions) -> None:
             f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder.",
             soft_wrap=True,
         )
-    account = Account(comparison.left_out)
+    account = SkippedInputs(comparison.left_out)
     finish(account, numbers, team, as_json=as_json, quiet=True if not as_json else quiet)
 
 
@@ -76,7 +76,7 @@ def _shown(console: Console, comparison: Comparison) -> list[str]:
     from molaplace.report.words import evaluation_findings
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
-    left_out = Account(comparison.left_out).lines(shown=2)
+    left_out = SkippedInputs(comparison.left_out).lines(shown=2)
     main = replace(evaluation_tables(comparison)[0], caption="")
     lines: list[str] = []
     for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):

@@ -1,22 +1,387 @@
-"""`molaplace fit`: fit a posterior to the user's networks and data."""
+"""`molaplace fit`: fit a posterior to the user's networks and data, and write its folder.
+
+First, the data are opened and checked against the networks (`FitData`). The validation data are read before the training data,
+so that a wrong class order is found early. Finally, the folder is written atomically.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import platform
+import re
+import tomllib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
+from torch import Tensor
 
-from molaplace.cli.jobs.groups import Reporting
-from molaplace.cli.jobs.job import RUN, Job
-from molaplace.cli.jobs.rows import Account
-from molaplace.cli.options import in_flags, option
+import molaplace as mola
+from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
+from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
+from molaplace.cli.data.opening import are_same, open_dataset
+from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
+from molaplace.cli.decisions import SCORE, decision_columns, default_alarm, saved_columns, thinned
+from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move
+from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job, Progress
+from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
+from molaplace.cli.option_groups import SummaryOptions
+from molaplace.cli.options import as_document, in_flags, option, to_toml
 from molaplace.cli.progress import showing_progress
+from molaplace.cli.regression import networks_alone, noise_factors, summary
 from molaplace.cli.shared import finish, rule_name, scaling_words
-from molaplace.options import counted
+from molaplace.distributed import Team
+from molaplace.errors import DataError, MolaWarning, OptionError, warn
+from molaplace.evaluation.answers import Answer
+from molaplace.evaluation.regression import RegressionAnswer
+from molaplace.evaluation.tally import Tally
+from molaplace.likelihoods import ClassificationLikelihood
+from molaplace.likelihoods.base import mixed
+from molaplace.links import LINKS, as_link
+from molaplace.network import as_batch, call, check_positions, evaluating, find_heads
+from molaplace.options import counted, one_of
+from molaplace.posterior import MoLA
 from molaplace.report.tables import Column, make_table, print_table
+from molaplace.rules import RULES, Outliers, Rule, as_rule
+from molaplace.rules.held_out import HeldOut, read_held_out
+from molaplace.saving.files import write_atomically, write_folder
+from molaplace.saving.posterior import pack
+from molaplace.structures import STRUCTURES
+
+READING = "reading the validation data"
+ROWS = 1024
+"""Number of validation rows processed at a time."""
+
+
+def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
+    """Return a job's rule with its settings, or None if the prior precision is not tuned."""
+    name = one_of(job.rule_name, RULE_NAMES, "--rule")
+    settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
+    given = {field: value for field, (_, value) in settings.items() if value is not None}
+    for field in given:
+        known = [one for one, rule in RULES.items() if hasattr(rule, field)]
+        if name not in known:
+            raise OptionError(f"{settings[field][0]} applies only to --rule {' or '.join(known)}; got --rule {name}.")
+    if job.prior_precision != 1.0 and name != "none":
+        raise OptionError(
+            f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
+            f"of the two options."
+        )
+    if name == "distance" and not job.distances:
+        raise OptionError(
+            "--rule distance needs distances, but --no-distances omits them. Remove one of the two options."
+        )
+    if (name == "outliers") != (job.outliers is not None):
+        raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
+    if name == "outliers":
+        return Outliers([] if outliers is None else outliers)
+    return None if name == "none" else replace(RULES[name], **given) if given else RULES[name]  # type: ignore[type-var]
+
+
+def check_job(job: Job) -> None:
+    """Raise `OptionError` for invalid options before any data are read."""
+    if job.train is None:
+        raise OptionError(
+            "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, or package.module:function)."
+        )
+    likelihood = job.meaning()
+    make_preprocessing(job, Preprocessing(), "float32")
+    _positions(job)
+    one_of(job.structure, STRUCTURES, "--structure")
+    as_link(one_of(job.link, LINKS, "--link"), likelihood)
+    one_of(job.mixing, WEIGHTINGS, "--mixing")
+    rule = make_rule(job, None)
+    needing = f"--rule {job.rule_name}" if rule is not None and rule.needs_data else "--mixing stacking"
+    if job.val is None and (job.mixing == "stacking" or needing.startswith("--rule")):
+        raise OptionError(
+            f"{needing} needs validation data. Pass --val, or use --rule evidence, which needs no validation data."
+        )
+    if job.rule_name in RULES:
+        as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
+
+
+def run_fit(
+    job: Job,
+    output: Path,
+    progress: Progress = lambda doing, done: None,
+    *,
+    bundle: bool = False,
+    team: Team | None = None,
+    checkpoint: Path | None = None,
+) -> dict[str, Any]:
+    """Fit a posterior, write its folder, and return a summary as plain values.
+
+    The processes in a team share the data, and rank 0 writes the folder. In the summary, "result" is the result stored in
+    `job.toml`, "notes" contains the summary of the tuning followed by its notes, and "replaced" is true if the folder contained
+    an earlier posterior.
+    """
+    check_job(job)
+    if bundle and (not job.weights or any(map(is_folder, job.network))):
+        raise OptionError(
+            "--bundle copies the files passed with --weights into the folder. Networks with their own weights cannot be bundled."
+        )
+    replaced = holds_posterior(output, checkpoint)
+    if job.val is not None and are_same(job.val, str(job.train)):
+        warn(
+            "the validation data are the same as the training data, on which accuracy and confidence are too high. Use held-out data."
+        )
+    torch.manual_seed(job.seed)
+    progress("loading networks", 0.0)
+    count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
+    built = build_networks(job.network, job.weights, classes=count)
+    for network in built.networks:
+        move(network, job.device)
+    together = Team.single() if team is None else team
+    account = SkippedInputs()
+    if job.download and not together.first:
+        together.share(None)  # waits until rank 0 has downloaded missing data
+    data = FitData(job, built, account, progress, together)
+    if job.download and together.first:
+        together.share(None)
+    # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
+    # which may take hours.
+    held_out = None
+    if data.val is not None:
+        held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
+    posterior = mola.fit(
+        built.networks,
+        data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
+        structure=job.structure,
+        prior_precision=job.prior_precision,
+        weights="uniform" if job.mixing == "stacking" else job.mixing,
+        link=job.link,
+        head=job.head,
+        progress=False,
+        likelihood=job.meaning(),
+        team=together,
+        checkpoint=checkpoint,
+        distances=job.distances,
+        positions=_positions(job),
+        ignore_index=job.ignore_index,
+    )
+    posterior = _tune(posterior, job, data, held_out)
+    progress("checking", 0.85)
+    measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
+    data.account = account = account.together(together)
+    # List individual files, because files added to a folder later do not belong to this posterior.
+    weights = built.files
+    if bundle and together.first:
+        weights = _bundled(weights, output / BUNDLED)
+    job = replace(job, weights=tuple(map(str, weights)))
+    document = as_document(job, "fit", output) | {"result": _result(posterior, data, measured)}
+    if together.first:
+        # Write the posterior and its job atomically. Then write the job to its own file, for human readers and for
+        # `molaplace fit --config`.
+        text = to_toml(document)
+        packed, tensors = pack(posterior)
+        write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors | saved_columns(columns))
+        write_atomically(output / NAME, text.encode())
+        if bundle:
+            _remove_others(output / BUNDLED, weights)
+    progress("done", 1.0)
+    return {
+        "folder": str(output),
+        "result": document["result"],
+        "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
+        "replaced": replaced,
+        "left_out": account.left_out,
+    }
+
+
+def _positions(job: Job) -> str | int:
+    return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
+
+
+def _read_validation(built: BuiltNetworks, job: Job, data: FitData, val: Loader) -> HeldOut:
+    names, likelihood = [job.head] * len(built.networks), job.meaning()
+    with evaluating(*built.networks):
+        found = find_heads(built.networks, names, data.first, likelihood)
+        heads = [replace(head, ignore_index=job.ignore_index) for head in found]
+        where = "validation data"
+        held_out = read_held_out(built.networks, heads, val, likelihood, where=where, labelled=True, team=data.team)
+    try:
+        held_out.check_labels()
+    except DataError as error:
+        if data.classes is None:
+            raise
+        listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
+        raise DataError(
+            f"{error} The current order is {listed}. With --classes, pass the class names in the order of the outputs."
+        ) from error
+    return held_out
+
+
+def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) -> MoLA:
+    outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
+    rule = make_rule(job, outliers)
+    if rule is not None:
+        data.progress("tuning", 0.7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning itself
+            held = held_out if rule.needs_data else None
+            posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
+    if job.mixing == "stacking" and held_out is not None:
+        posterior = posterior.reweight(held_out, progress=False, team=data.team)
+    return posterior
+
+
+def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
+    plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
+    count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
+    # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
+    factors = None if discrete else noise_factors(posterior, held_out, count)
+    # The positions of an input are not independent, so no guarantee would hold.
+    guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
+    kept: list[dict[str, Tensor]] = []
+    for part, labels in held_out.chunks(ROWS):
+        assert labels is not None
+        prediction = posterior.predict_from_features(part.phi, part.outputs)
+        # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.
+        if isinstance(likelihood, ClassificationLikelihood):
+            alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
+            plain.add(Answer(alone, likelihood=likelihood).columns(labels))
+            whole.add(Answer(prediction.probs, likelihood=likelihood).columns(labels))
+        else:
+            plain.add(RegressionAnswer(networks_alone(posterior, prediction, count, factors)).columns(labels))
+            whole.add(RegressionAnswer(prediction).columns(labels))
+        kept.append(decision_columns(prediction, labels, guarantees=guarantees))
+    names = sorted({name for one in team.collect(list(kept[0]) if kept else []) for name in one})
+    columns = {name: team.gather(torch.cat([one[name] for one in kept]) if kept else None) for name in names}
+    total, columns = len(columns[SCORE]), thinned(columns)
+    threshold, rate = default_alarm(columns[SCORE])
+    measured = {
+        "networks": summary(plain.gather(team)),
+        "posterior": summary(whole.gather(team)),
+        "count": total,
+        "outlier_threshold": threshold,
+        "false_alarm_rate": rate,
+    }
+    return measured, columns
+
+
+def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
+    target.mkdir(parents=True, exist_ok=True)
+    copies = []
+    for index, path in enumerate(files):
+        # File names contain a checksum of the contents, so that the old posterior's weights remain until the new posterior is
+        # written.
+        content = path.read_bytes()
+        copies.append(target / f"{index}-{hashlib.sha256(content).hexdigest()[:16]}{path.suffix}")
+        write_atomically(copies[-1], content)
+    return copies
+
+
+def _remove_others(folder: Path, kept: Sequence[Path]) -> None:
+    # Remove the bundled weights of the posterior that has been replaced.
+    names = {path.name for path in kept}
+    for path in folder.iterdir():
+        if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def _result(posterior: MoLA, data: FitData, measured: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "classes": list(data.classes or ()),
+        "outputs": data.outputs,
+        **data.inputs,
+        "prior_precision": list(posterior.prior_precision),
+        "temperature": posterior.temperature,
+        "pooling": posterior.pooling,
+        "distance_exponent": posterior.distance_exponent,
+        **({"noise": posterior.noise.tolist()} if not posterior.likelihood.classification else {}),
+        "rule": None if posterior.tuning is None else posterior.tuning.rule,
+        "train_count": posterior.components[0].require_layer("a result").sums.count,
+        "has_positions": posterior.is_dense,
+        "left_out": len(data.account),
+        "intake": data.intake.plain(),
+        "images": data.intake.describe() if data.train.has_pixels else "",
+        "validation": measured,
+        "versions": {"molaplace": mola.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+class FitData:
+    """The data sets for a job, opened and checked against the networks, and their shared preparation.
+
+    `classes` are the class names in the order of the networks' outputs, `inputs` contains the form, shapes and types of the inputs,
+    and `first` is a small batch of training inputs.
+    """
+
+    def __init__(self, job: Job, built: BuiltNetworks, account: SkippedInputs, progress: Progress, team: Team) -> None:
+        self.job, self.account, self.progress, self.team = job, account, progress, team
+        floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
+        dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+        self.intake = make_preprocessing(job, built.hints, dtype)
+        self.classes = job.classes if isinstance(job.classes, tuple) else built.classes
+        self.outputs: int | None = None
+        train = self._open(str(job.train), labelled=True)
+        if isinstance(train, ImageDataset):
+            mode, shape = most_frequent_form(train)
+            self.intake = replace(self.intake, mode=mode, shape=shape)
+        few = replace(train, intake=replace(self.intake, batch_size=min(8, self.intake.batch_size)))
+        self.first = as_batch(next(iter(Loader(few, SkippedInputs(), labelled=False))), str(job.train)).inputs
+        if isinstance(self.first, Tensor):
+            self.intake = replace(self.intake, shape=tuple(self.first.shape[1:]))
+        self.classes = self.classes or train.classes
+        self.inputs = describe_inputs(self.first)
+        self.outputs = self._count_outputs(built, isinstance(train, ImageDataset))
+        listed = self.classes or ()
+        many, outputs = len(listed), counted(self.outputs, "output")
+        classes = f"{counted(many, 'class', 'classes')} ({', '.join(listed[:5])}{', ...' if many > 5 else ''})"
+        if isinstance(job.classes, int) and job.classes != self.outputs:
+            found = f"the network has {outputs}" + (f" and {job.train} has {classes}" if listed else "")
+            raise DataError(
+                f"--classes is {job.classes}, but {found}. Correct --classes, or choose other data or networks."
+            )
+        if listed and many != self.outputs:
+            advice = (
+                f"Remove from {job.train} any folders or names that are not classes, or use networks with {many} outputs"
+                if listed == train.classes and many > self.outputs
+                else "Pass all class names, in the order of the outputs, with --classes"
+            )
+            raise DataError(f"got {classes} for a network with {outputs}. {advice}.")
+        # The data are opened again because the possible labels are now known.
+        self.train = self._open(str(job.train), labelled=True)
+        self.val = None if job.val is None else self._open(job.val, labelled=True)
+        self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
+
+    def _count_outputs(self, built: BuiltNetworks, images: bool) -> int:
+        try:
+            network, likelihood = built.networks[0].eval(), self.job.meaning()
+            outputs = call(network, self.first)
+            if outputs.dim() > 2:  # the head determines the class dimension
+                with evaluating(network):
+                    return find_heads([network], [self.job.head], self.first, likelihood)[0].outputs
+            return 1 if outputs.dim() == 1 else outputs.shape[1]
+        except DataError as error:
+            if not images or self.intake.shape is None:
+                raise
+            channels, height, width = self.intake.shape
+            raise DataError(
+                f"the network does not accept images of {height}x{width} pixels with {counted(channels, 'channel')}. Use --resize "
+                f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
+            ) from error
+
+    def _open(self, name: str, *, labelled: bool) -> Set:
+        return open_dataset(
+            name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+        )
+
+    def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
+        """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work."""
+        self.progress(doing, start)
+
+        def on_share(share: float) -> None:
+            self.progress(doing, start + (end - start) * share)
+
+        return Loader(source, self.account, self.job.strict, labelled, on_share, self.team)
+
 
 DISCRETE = [
     ("accuracy", "accuracy %", 100, 2),
@@ -35,7 +400,7 @@ REGRESSION = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(Reporting, Job):
+class FitOptions(SummaryOptions, Job):
     """Options for `molaplace fit`: the job's options, plus options that do not affect the posterior."""
 
     output: Path = option(
@@ -57,7 +422,6 @@ def fit(options: FitOptions) -> None:
 
         molaplace fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """
-    from molaplace.cli.jobs.fit import run_fit
     from molaplace.distributed import join
 
     with join() as team:
@@ -69,7 +433,7 @@ def fit(options: FitOptions) -> None:
             )
     if not quiet and not as_json:
         _show(options, summary)
-    finish(Account(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)
+    finish(SkippedInputs(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)
 
 
 def _show(options: FitOptions, summary: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def info(options: InfoOptions) -> None:
 
         molaplace info posterior
     """
-    from molaplace.cli.jobs.folder import read_information
+    from molaplace.cli.folder import read_information
 
     found = read_information(options.posterior)
     if options.as_json:

@@ -1,15 +1,166 @@
-"""`molaplace predict`: write one row of predictions for each input."""
+"""`molaplace predict`: predict with the posterior in a folder, and write one row of predictions for each input.
+
+Process r of R handles batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the
+order of the data. Each process holds at most one batch, and the processes need no shared file system.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from molaplace.cli.command import write_run
-from molaplace.cli.jobs.predict import PredictOptions, run_predict, summary_sentence
-from molaplace.cli.jobs.rows import Account
+from molaplace.cli.data.dataset import Rows, SkippedInputs, as_loader_batch, read_batches
+from molaplace.cli.decisions import make_decisions
+from molaplace.cli.folder import PosteriorFolder
+from molaplace.cli.job import Progress
+from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, SummaryOptions
+from molaplace.cli.options import option
+from molaplace.cli.prediction_table import PredictionTable, Sums, output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import finish
+from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
+from molaplace.distributed import Team
+from molaplace.errors import OptionError
+from molaplace.options import counted
+from molaplace.posterior import MoLA
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
+    """Options for `molaplace predict`."""
+
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
+    inputs: str = option(
+        help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function",
+        argument=True,
+        metavar="DATA",
+    )
+    output: Path = option(
+        Path("predictions.csv"),
+        "File to write: .csv, .jsonl, .parquet or .npz",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    probabilities: bool = option(False, "Add the probabilities of all classes")
+    by_class: bool = option(False, "Guarantee the coverage for each class, not only on average", panel=DECISIONS)
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+
+
+def summary_sentence(found: dict[str, Any]) -> str:
+    """Return the summary of `run_predict` as a sentence."""
+    if "std" in found:
+        words = f"mean standard deviation {found['std']:.4g}, epistemic share of the variance {100 * found['epistemic_share']:.1f} %, "
+        words += f"mean interval width {found['width']:.4g}"
+    else:
+        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f} (epistemic part "
+        words += f"{found['epistemic']:.3f})"
+    for name, what in (("outlying", "outlying"), ("answer", "to answer")):
+        words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
+    words += f", {found['set_size']:.2f} classes per set on average" if "set_size" in found else ""
+    at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
+    return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
+
+
+def run_predict(
+    fitted: PosteriorFolder,
+    options: PredictOptions,
+    progress: Progress = lambda doing, done: None,
+    team: Team | None = None,
+) -> dict[str, Any] | None:
+    """Make predictions for a set, batch by batch, and write each batch as soon as it is ready.
+
+    Unusable inputs also get a row, which states the reason. Rank 0 of a team writes the file and returns a summary as plain
+    values: counts, the means of `molaplace.cli.prediction_table.Columns.sums`, thresholds, and the inputs that were left out. All other
+    ranks return None.
+    """
+    began = time.perf_counter()
+    output = options.output
+    _check_likelihood(fitted, output, probabilities=options.probabilities)
+    decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
+    posterior, together = fitted.posterior, team or Team.single()
+    several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
+    everything = options.probabilities or (several and not posterior.is_dense)
+    columns = PredictionTable(output_names(fitted), posterior.likelihood, decisions, everything)
+    source = fitted.open_dataset(options.inputs, labelled=False, directory=options.data, by_user=True)
+    account, sums = SkippedInputs(), Sums(count=0, positions=0)
+    progress("predicting", 0.0)
+    with ExitStack() as stack:
+        writer = stack.enter_context(open_writer(output, columns.names)) if together.first else None
+        batches = read_batches(source, together, lambda share: progress("predicting", share))
+        own = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
+        for portion in _in_order(own, together):
+            assert writer is not None  # `_in_order` yields portions only on rank 0
+            if options.strict:
+                portion.rows.check_strict()
+            account.add(source.name, portion.rows)
+            sums |= {name: sums.get(name, 0) + value for name, value in (portion.sums or {}).items()}
+            writer.add(portion)
+        if together.first:
+            account.require_some(sums["count"], source.name)
+    progress("done", 1.0)
+    if not together.first:
+        return None
+    count, positions, labels = (sums.pop(name) for name in ("count", "positions", "labels"))
+    summary = {
+        "output": str(output),
+        "count": count,
+        **{name: value / positions for name, value in sums.items()},
+        "threshold": decisions.alarm,
+        "decisions": decisions.plain(),
+        "seconds": time.perf_counter() - began,
+        "left_out": account.left_out,
+    }
+    if posterior.is_dense:
+        summary["positions"] = positions
+    if posterior.likelihood.classification:
+        summary["labels"] = dict(zip(columns.names, labels.tolist(), strict=True))
+    return summary
+
+
+def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: bool) -> None:
+    posterior, likelihood = fitted.posterior, fitted.posterior.likelihood
+    if probabilities and not likelihood.classification:
+        raise OptionError(
+            f"--probabilities applies only to classification, but {fitted.folder} contains a regression posterior. Omit "
+            f"--probabilities. Rows contain the mean, the standard deviation and an interval."
+        )
+    if probabilities and posterior.is_dense and output.suffix != ARRAYS:
+        raise OptionError(f"for dense outputs, --probabilities can be written only to {ARRAYS} files; got {output}.")
+
+
+def _portions(
+    posterior: MoLA, batches: Iterator[Rows], columns: PredictionTable, *, arrays: bool
+) -> Iterator[OutputBatch]:
+    for rows in batches:
+        shown = rows._replace(inputs=None, labels=None)
+        if rows.inputs is None:
+            yield OutputBatch(shown)
+            continue
+        for prediction in posterior.predict_batches([as_loader_batch(rows._replace(labels=None))]):
+            fields = columns.fields(prediction)
+            table, sums = columns.table(prediction, fields), columns.sums(fields, prediction.axis)
+            yield OutputBatch(shown, table, columns.arrays(fields) if arrays else None, sums)
+
+
+def _in_order(own: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:
+    # On rank 0, yield the portions from all processes in the order of the data; on other ranks, yield nothing.
+    if team.size == 1:
+        yield from own
+        return
+    more = True
+    while more:
+        everyone = team.collect(next(own, None))
+        # Batches are assigned to the processes in turn. A round in which a process has no batch is the last.
+        more = None not in everyone
+        yield from (portion for portion in everyone if team.first and portion is not None)
 
 
 def predict(options: PredictOptions) -> None:
@@ -24,8 +175,8 @@ def predict(options: PredictOptions) -> None:
 
         molaplace predict posterior images/ -o predictions.csv --error-rate 0.01
     """
-    from molaplace.cli.jobs.folder import open_posterior
-    from molaplace.cli.jobs.writers import check_output
+    from molaplace.cli.folder import open_posterior
+    from molaplace.cli.writers import check_output
     from molaplace.distributed import join
 
     output, quiet, as_json = options.output, options.quiet, options.as_json
@@ -41,4 +192,4 @@ def predict(options: PredictOptions) -> None:
         Console(highlight=False).print(
             f"{escape(summary_sentence(summary))} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
         )
-    finish(Account(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)
+    finish(SkippedInputs(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)

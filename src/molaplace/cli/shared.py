@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.jobs.rows import Account
+from molaplace.cli.data.dataset import SkippedInputs
 from molaplace.cli.options import check_writable
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
@@ -34,7 +34,7 @@ def check_report_folder(output: Path) -> None:
         )
 
 
-def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
+def finish(account: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
     """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
 
     With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.

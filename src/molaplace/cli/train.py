@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.jobs.groups import Computing, Device
-from molaplace.cli.jobs.job import RUN
+from molaplace.cli.job import RUN
+from molaplace.cli.option_groups import Device, RunOptions
 from molaplace.cli.options import check_folder, option
 from molaplace.cli.progress import showing_progress
 from molaplace.errors import OptionError
@@ -20,7 +20,7 @@ RECIPE = "Recipe (the paper's by default)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Computing, Device):
+class TrainOptions(RunOptions, Device):
     """Options for `molaplace train`."""
 
     suite: str = option(help="digits, mnist, cifar10 or clinc", argument=True, metavar="SUITE")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from molaplace.cli.jobs.groups import Computing, Opening
-from molaplace.cli.jobs.job import RUN
+from molaplace.cli.job import RUN
+from molaplace.cli.option_groups import PosteriorOptions, RunOptions
 from molaplace.cli.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExploreOptions(Opening, Computing):
+class ExploreOptions(PosteriorOptions, RunOptions):
     """Options for `molaplace explore`."""
 
     posterior: Path | None = option(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError, importing
 from molaplace.images import Preparation
 
@@ -97,7 +97,7 @@ class Sight:
     """Preparation of pictures for networks with inputs of shape (channels, height, width)."""
 
     shape: tuple[int, ...]
-    intake: Intake
+    intake: Preprocessing
 
     def __post_init__(self) -> None:
         shape = self.shape

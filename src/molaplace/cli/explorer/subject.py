@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.decisions import SCORE, default_alarm, read_columns
 from molaplace.cli.explorer import ExploreOptions
 from molaplace.cli.explorer.pictures import Sight, to_image
-from molaplace.cli.jobs.columns import output_names
-from molaplace.cli.jobs.decisions import SCORE, read_columns, usual_alarm
-from molaplace.cli.jobs.folder import PosteriorFolder, open_posterior
-from molaplace.cli.jobs.job import Progress
-from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.job import Progress
+from molaplace.cli.prediction_table import output_names
 from molaplace.errors import MolaError, OptionError
 from molaplace.evaluation.demo_result import DEFAULT, DemoSettings
 from molaplace.options import counted
@@ -94,7 +94,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         progress("fitting and tuning", 0.95)
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
         scores = posterior.predict(digits.val.inputs).ood_score.double()
-    sight = Sight((1, SIDE, SIDE), Intake(mode="L"))
+    sight = Sight((1, SIDE, SIDE), Preprocessing(mode="L"))
     first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
     examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
     return Subject(
@@ -103,7 +103,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,
         examples=(*examples, *ood_examples(sight)),
-        reference=Reference(scores, usual_alarm(scores)[0], len(scores)),
+        reference=Reference(scores, default_alarm(scores)[0], len(scores)),
     )
 
 
@@ -150,7 +150,7 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
     # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
     # unknown, its first inputs are used.
-    source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
+    source = fitted.open_dataset(named, labelled=False, directory=data, by_user=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (
         rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None

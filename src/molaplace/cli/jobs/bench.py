@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from molaplace.cli.jobs.groups import Computing, Device
+from molaplace.cli.option_groups import Device, RunOptions
 from molaplace.cli.options import option, parse_names
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
@@ -23,7 +23,7 @@ NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "Suite 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(Computing, Device):
+class BenchOptions(RunOptions, Device):
     """Options for `molaplace bench`."""
 
     suite: str = option(

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from molaplace.cli.jobs.code import check_code, check_values
-from molaplace.cli.jobs.job import NAME, Job, job_of
-from molaplace.cli.jobs.networks import build_networks
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.rows import Set
-from molaplace.cli.jobs.sets import is_own_function, open_set
+from molaplace.cli.consent import check_code, check_values
+from molaplace.cli.data.dataset import Set
+from molaplace.cli.data.opening import is_data_function, open_dataset
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.job import NAME, Job, job_of
+from molaplace.cli.networks import build_networks
 from molaplace.cli.options import check_writable
 from molaplace.errors import OptionError, StorageError
 from molaplace.posterior import MoLA
@@ -60,7 +60,7 @@ class PosteriorFolder:
     """Names of the classes, labels or targets, if they have names."""
     example: Any
     """A batch of 2 all-zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
-    intake: Intake
+    intake: Preprocessing
     document: dict[str, Any]
     """Contents of `job.toml` as nested tables."""
     job: Job
@@ -73,7 +73,7 @@ class PosteriorFolder:
         """Number of network outputs."""
         return int(self.document["result"]["outputs"])
 
-    def open_set(
+    def open_dataset(
         self,
         name: str,
         *,
@@ -89,10 +89,10 @@ class PosteriorFolder:
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
-        if not by_user and is_own_function(name):
+        if not by_user and is_data_function(name):
             check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         job = replace(self.job, data=directory or self.job.data)
-        return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=job)
+        return open_dataset(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=job)
 
 
 def _check_present(path: Path) -> None:
@@ -113,7 +113,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         check(document, {"result": RESULT}, "job")
         result = document["result"]
         check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
-        Intake.from_plain(result["intake"])
+        Preprocessing.from_plain(result["intake"])
         shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
         if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
             raise StorageError(
@@ -131,7 +131,7 @@ def open_posterior(
 ) -> PosteriorFolder:
     """Open a posterior written by `molaplace fit`: build its networks, load their weights and load the posterior.
 
-    `mola.cli.jobs.code` checks the functions named in the folder.
+    `molaplace.cli.consent` checks the functions named in the folder.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -155,7 +155,7 @@ def open_posterior(
         posterior=move(posterior, device),
         classes=tuple(result["classes"]) or None,
         example=example_of(result),
-        intake=Intake.from_plain(result["intake"]),
+        intake=Preprocessing.from_plain(result["intake"]),
         document=document,
         job=job,
         folder=path,

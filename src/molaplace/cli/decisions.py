@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.cli.jobs.folder import PosteriorFolder
-from molaplace.cli.jobs.job import NAME
-from molaplace.cli.jobs.regression import regression_prediction
+from molaplace.cli.folder import PosteriorFolder
+from molaplace.cli.job import NAME
+from molaplace.cli.regression import regression_prediction
 from molaplace.decisions.abstain import AnswerThreshold, abstain_threshold
 from molaplace.decisions.alarm import alarm_threshold
 from molaplace.decisions.calibration import Calibration
@@ -88,7 +88,7 @@ def read_columns(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def usual_alarm(scores: Tensor) -> tuple[float, float]:
+def default_alarm(scores: Tensor) -> tuple[float, float]:
     """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate if there are fewer than 19 scores."""
     rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
     return alarm_threshold(scores, rate), rate
@@ -142,7 +142,7 @@ class Decisions:
         return found
 
 
-def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
+def saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
     """Return the saved calibration data and OOD scores (n,); error messages refer to the command-line option `option`."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
@@ -151,7 +151,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
             f"{option} requires networks that predict one of several classes, but {fitted.folder} was fitted with --likelihood "
             f"{likelihood.name}. {others}."
         )
-    columns = _kept_columns(fitted, option)
+    columns = _saved_columns_of(fitted, option)
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
         if columns[SCORE].shape != known.confidence.shape:
@@ -161,9 +161,9 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
     return known, columns[SCORE]
 
 
-def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
+def saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
     """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
-    columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
+    columns, weights = _saved_columns_of(fitted, option), fitted.posterior.weights
     known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
     shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
     exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
@@ -177,7 +177,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     return regression_prediction(means, variances, variances, weights), targets
 
 
-def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
+def _saved_columns_of(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
             f"{option} does not support dense outputs, but the networks of {fitted.folder} have dense outputs. The positions of an "
@@ -220,7 +220,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Return the thresholds requested by the options in `mola.cli.jobs.groups.Deciding`. The default false-alarm rate is 0.05."""
+    """Return the thresholds requested by the options in `molaplace.cli.option_groups.Deciding`. The default false-alarm rate is 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:
@@ -234,15 +234,15 @@ def make_decisions(
             )
     limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
     if error_rate is not None:
-        known, score = kept_calibration(fitted, "--error-rate")
+        known, score = saved_calibration(fitted, "--error-rate")
         with _naming("--error-rate"):
             answer = gated_threshold(known, score, limit, error_rate, CERTAINTY if certainty is None else certainty)
     if coverage is not None and regression:
-        prediction, targets = kept_predictions(fitted, "--coverage")
+        prediction, targets = saved_predictions(fitted, "--coverage")
         with _naming("--coverage"):
             intervals = prediction_intervals(prediction, targets, coverage)
     elif coverage is not None:
-        known, _ = kept_calibration(fitted, "--coverage")
+        known, _ = saved_calibration(fitted, "--coverage")
         with _naming("--coverage"):
             sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
     return Decisions(limit, answer, sets, intervals)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molaplace import export
-from molaplace.cli.jobs.columns import FIELDS
-from molaplace.cli.jobs.decisions import alarm
-from molaplace.cli.jobs.folder import open_posterior
+from molaplace.cli.decisions import alarm
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.prediction_table import FIELDS
 from molaplace.errors import DataError, StorageError
 from molaplace.saving.files import DOCUMENT
 

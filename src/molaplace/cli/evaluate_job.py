@@ -20,16 +20,16 @@ from torch import Tensor
 
 from molaplace import __version__
 from molaplace.calibration.temperature import as_classes, fit_temperature
-from molaplace.cli.jobs.columns import output_names
-from molaplace.cli.jobs.decisions import CERTAINTY, alarm, kept_calibration, kept_predictions, make_decisions
-from molaplace.cli.jobs.fit import make_rule
-from molaplace.cli.jobs.folder import PosteriorFolder
-from molaplace.cli.jobs.groups import MORE, Opening, Reporting
-from molaplace.cli.jobs.job import RUN, Progress
-from molaplace.cli.jobs.regression import networks_alone, noise_factors, untuned_noise
-from molaplace.cli.jobs.rows import Account, Loader, Set
-from molaplace.cli.jobs.sets import are_same, overlap
+from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
+from molaplace.cli.data.opening import are_same, overlap
+from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions, saved_calibration, saved_predictions
+from molaplace.cli.fit import make_rule
+from molaplace.cli.folder import PosteriorFolder
+from molaplace.cli.job import RUN, Progress
+from molaplace.cli.option_groups import MORE, PosteriorOptions, SummaryOptions
 from molaplace.cli.options import option
+from molaplace.cli.prediction_table import output_names
+from molaplace.cli.regression import networks_alone, noise_factors, untuned_noise
 from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
 from molaplace.decisions.sets import PredictionSets, prediction_sets
 from molaplace.distributed import Team
@@ -73,7 +73,7 @@ LOGITS = "DE-L"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Opening, Reporting):
+class EvaluateOptions(PosteriorOptions, SummaryOptions):
     """Options for `molaplace evaluate`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
@@ -190,7 +190,7 @@ def run_evaluate(
         raise OptionError(
             f"each data set can be given only once; got {', '.join([test, *outliers])}. Remove the repeated name."
         )
-    account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
+    account, together, steps = SkippedInputs(), team or Team.single(), 2 + len(outliers)
 
     def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
         def on_share(share: float) -> None:
@@ -205,21 +205,21 @@ def run_evaluate(
     # All sets are opened first, so that a wrong name is reported immediately.
     tuned_on = val or fitted.job.val
     sources = {
-        name: fitted.open_set(name, labelled=name == test, directory=options.data, by_user=True)
+        name: fitted.open_dataset(name, labelled=name == test, directory=options.data, by_user=True)
         for name in (test, *outliers)
     }
     held_out = None
     if tuned_on is not None:
         # If the folder was moved, it may refer to data that do not exist here.
         absent = None if val else "specify the validation data with --val DATA."
-        source = fitted.open_set(
+        source = fitted.open_dataset(
             tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
         )
         reading = loader(source, "tuning", 0, labelled=True)
         held_out = posterior.read(reading, f"validation data {source.name}", labelled=True, team=together)
     exposed = None
     if fitted.job.outliers is not None:
-        exposed = loader(fitted.open_set(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
+        exposed = loader(fitted.open_dataset(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
     methods, notes = _tuned(fitted, held_out, exposed, together)
     tallies = {
         name: _read(methods, loader(source, Path(name).name, step, labelled=name == test), together)
@@ -369,8 +369,8 @@ def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[fl
     intervals: dict[float, PredictionIntervals] = {}
     with suppress(OptionError, DataError):
         if fitted.posterior.likelihood.classification:
-            return prediction_sets(kept_calibration(fitted, "decisions")[0], None, COVERAGE), intervals
-        prediction, targets = kept_predictions(fitted, "intervals")
+            return prediction_sets(saved_calibration(fitted, "decisions")[0], None, COVERAGE), intervals
+        prediction, targets = saved_predictions(fitted, "intervals")
         for level in LEVELS:  # higher levels need more data
             intervals[level] = prediction_intervals(prediction, targets, level)
     return None, intervals

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from molaplace.cli.jobs.job import Job
+from molaplace.cli.job import Job
 from molaplace.errors import OptionError, StorageError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
 from molaplace.options import one_of
@@ -20,7 +20,7 @@ MODES = ("RGB", "L")
 
 
 @dataclass(frozen=True)
-class Intake:
+class Preprocessing:
     """Settings for converting files and arrays to network inputs."""
 
     resize: int | tuple[int, int] | None = None
@@ -71,7 +71,7 @@ class Intake:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> Intake:
+    def from_plain(cls, values: dict[str, Any]) -> Preprocessing:
         """Rebuild the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
         given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
         try:
@@ -84,7 +84,7 @@ class Intake:
         return made
 
 
-def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
+def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocessing:
     """Return the intake specified by the options or the network's configuration.
 
     The training data later determine any setting that is None.

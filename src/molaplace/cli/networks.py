@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import MolaError, OptionError, StorageError, importing
 from molaplace.options import counted, did_you_mean
 from molaplace.saving.schema import parse
@@ -43,13 +43,13 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltNetworks:
     """Networks with loaded weights, ready for fitting."""
 
     networks: list[nn.Module]
     files: list[Path]
     """Files that contain the weights."""
-    hints: Intake
+    hints: Preprocessing
     """Input preparation specified by the networks' configuration."""
     classes: tuple[str, ...] | None = None
     """Class names specified by the networks' configuration."""
@@ -76,7 +76,7 @@ def weight_files(names: Sequence[str]) -> list[Path]:
     return found
 
 
-def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes: int | None = None) -> Built:
+def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes: int | None = None) -> BuiltNetworks:
     """Build the networks and load their weights."""
     if not names:
         raise OptionError(
@@ -104,15 +104,15 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     ]
     name = names[0]
     if name in MODELS:
-        return Built(networks, files, Intake(mode="L" if MODELS[name].input_shape[0] == 1 else "RGB"))
+        return BuiltNetworks(networks, files, Preprocessing(mode="L" if MODELS[name].input_shape[0] == 1 else "RGB"))
     if name.startswith(TIMM):
-        return Built(networks, files, timm_hints(networks[0]))
+        return BuiltNetworks(networks, files, timm_hints(networks[0]))
     if is_folder(name):
-        return Built(networks, files, *folder_hints(Path(name).expanduser()))
-    return Built(networks, files, Intake())
+        return BuiltNetworks(networks, files, *folder_hints(Path(name).expanduser()))
+    return BuiltNetworks(networks, files, Preprocessing())
 
 
-def is_imported(name: str) -> bool:
+def is_builder(name: str) -> bool:
     """Return True for a name of the form `package.module:function`."""
     return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_folder(name)
 
@@ -136,7 +136,7 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
                 f"fit`, omit --classes or list all {found} classes."
             )
         network = build(classes or found or 10)
-    elif is_imported(name):
+    elif is_builder(name):
         network = _imported(name)
     else:
         near = (
@@ -225,14 +225,14 @@ def load_transformers(folder: Path) -> nn.Module:
     return loaded
 
 
-def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
+def folder_hints(folder: Path) -> tuple[Preprocessing, tuple[str, ...] | None]:
     """Return the image preparation and the class names that a Hugging Face folder specifies, if any."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
         classes = None  # placeholders that transformers inserts
     if not (folder / PROCESSOR).is_file():
-        return Intake(), classes
+        return Preprocessing(), classes
     found = _read_json(folder / PROCESSOR)
     resize, crop = _side(found.get("size")) if found.get("do_resize", True) else None, None
     if found.get("do_center_crop", False):
@@ -243,7 +243,7 @@ def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
     largest = 255 * (float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0)
     offset = 1.0 if found.get("rescale_offset", False) else 0.0
     mean, std = tuple((one + offset) / largest for one in mean), tuple(one / largest for one in std)
-    return Intake(resize=resize, crop=crop, mean=mean, std=std), classes
+    return Preprocessing(resize=resize, crop=crop, mean=mean, std=std), classes
 
 
 def _statistics(found: dict[str, Any], *names: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -260,14 +260,14 @@ def _side(size: Any) -> int | tuple[int, int] | None:
     return (int(size), int(size)) if isinstance(size, int) else None
 
 
-def timm_hints(network: nn.Module) -> Intake:
+def timm_hints(network: nn.Module) -> Preprocessing:
     """Return the image preparation specified by timm's configuration of a network."""
     found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
     mean, std = _statistics(found, "mean", "std")
     if not found.get("input_size"):
-        return Intake(mean=mean, std=std)
+        return Preprocessing(mean=mean, std=std)
     side = int(found["input_size"][-1])
     if found.get("crop_mode") == "squash":
-        return Intake(resize=(side, side), mean=mean, std=std)
+        return Preprocessing(resize=(side, side), mean=mean, std=std)
     # As in timm's evaluation, resize the shorter side to slightly more than the crop, then crop the centre.
-    return Intake(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)
+    return Preprocessing(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)

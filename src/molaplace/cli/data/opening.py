@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from molaplace.cli.jobs.arrays import Arrays, open_arrays
-from molaplace.cli.jobs.job import Job
-from molaplace.cli.jobs.pictures import list_csv, list_folder, pictures
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.rows import Rows, Set, finite_rows
+from molaplace.cli.data.arrays import ArrayDataset, open_arrays
+from molaplace.cli.data.dataset import Rows, Set, finite_rows
+from molaplace.cli.data.image_files import open_image_csv, open_image_folder, pictures
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.job import Job
 from molaplace.errors import DataError, MolaError, OptionError, importing
 from molaplace.images import ENDINGS
 from molaplace.network import as_batch
@@ -96,16 +96,16 @@ def _size(inputs: Any, where: str) -> int:
     return sizes.pop()
 
 
-def is_own_function(name: str) -> bool:
+def is_data_function(name: str) -> bool:
     """Return True if a data set's name has the form `package.module:function`."""
     if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
         return False
     return not Path(name).expanduser().exists()
 
 
-def open_set(
+def open_dataset(
     name: str,
-    intake: Intake,
+    intake: Preprocessing,
     *,
     labelled: bool,
     classes: Sequence[str] | None = None,
@@ -131,13 +131,13 @@ def open_set(
         with importing("reading image files", "pillow", "bench"):
             import PIL.Image  # noqa: F401 - a missing package is reported before a long computation
         if path.is_dir():
-            return list_folder(path, classes, intake, labelled=labelled)
+            return open_image_folder(path, classes, intake, labelled=labelled)
         if path.suffix == ".csv":
-            return list_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
+            return open_image_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
         if path.suffix.lower() in ENDINGS and not labelled:
             return pictures(str(path), [path], [path.name], intake)
         raise DataError(f"{path} has an unknown format. Pass a folder of images, or an .npz, .npy or .csv file.")
-    if is_own_function(name):
+    if is_data_function(name):
         module, attribute = split_name(name)
         try:
             function = import_function(name)
@@ -164,7 +164,7 @@ def open_set(
     )
 
 
-def _open_built_in(name: str, intake: Intake, job: Job, *, labelled: bool) -> Arrays:
+def _open_built_in(name: str, intake: Preprocessing, job: Job, *, labelled: bool) -> ArrayDataset:
     base, _, split = name.partition(":")
     split = one_of(split or "test", SPLITS, f"the split of {base}")
     if base == DIGITS:
@@ -178,8 +178,8 @@ def _open_built_in(name: str, intake: Intake, job: Job, *, labelled: bool) -> Ar
     return _arrays(name, intake, images.pixels, images.labels if labelled else None)
 
 
-def _arrays(name: str, intake: Intake, inputs: Tensor, labels: Tensor | None) -> Arrays:
-    return Arrays(name=name, intake=intake, values=inputs.numpy(), labels=labels, count=len(inputs))
+def _arrays(name: str, intake: Preprocessing, inputs: Tensor, labels: Tensor | None) -> ArrayDataset:
+    return ArrayDataset(name=name, intake=intake, values=inputs.numpy(), labels=labels, count=len(inputs))
 
 
 def are_same(one: str, other: str) -> bool:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molaplace.cli.jobs.columns import Sums
-from molaplace.cli.jobs.rows import Rows
+from molaplace.cli.data.dataset import Rows
 from molaplace.cli.options import check_writable
+from molaplace.cli.prediction_table import Sums
 from molaplace.errors import DataError, MissingExtraError, OptionError
 from molaplace.saving.files import partial_file
 
@@ -26,7 +26,7 @@ TABLES = (".csv", ".jsonl", ".parquet")
 ARRAYS = ".npz"
 
 
-class Portion(NamedTuple):
+class OutputBatch(NamedTuple):
     """Predictions for a batch."""
 
     rows: Rows
@@ -77,10 +77,10 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self.first: Portion | None = None
-        self.waiting: list[Portion] = []
+        self.first: OutputBatch | None = None
+        self.waiting: list[OutputBatch] = []
 
-    def add(self, portion: Portion) -> None:
+    def add(self, portion: OutputBatch) -> None:
         """Write a batch, or hold it back until the columns are known."""
         self.waiting.append(portion)
         if self.first is None and portion.table is not None:
@@ -90,7 +90,7 @@ class Writer:
                 self.write(one, self.first)
             self.waiting = []
 
-    def write(self, portion: Portion, first: Portion) -> None:
+    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
         """Write a row for each input in a batch; `first` determines the columns."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class TableWriter(Writer):
         kinds = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}
         self.put = kinds[output.suffix]
 
-    def write(self, portion: Portion, first: Portion) -> None:
+    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
         """Write the data frame of a batch."""
         import pandas
 
@@ -167,7 +167,7 @@ class ArrayWriter(Writer):
         self.files: dict[str, Any] = {}
         self.forms: dict[str, tuple[Any, tuple[int, ...]]] = {}
 
-    def write(self, portion: Portion, first: Portion) -> None:
+    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
         """Append the values from a batch to each field's file."""
         self.texts["name"] += portion.rows.names
         self.texts["error"] += [error or "" for error in portion.rows.errors]

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from molaplace.cli.jobs.networks import is_imported
-from molaplace.cli.jobs.sets import is_own_function
+from molaplace.cli.data.opening import is_data_function
+from molaplace.cli.networks import is_builder
 from molaplace.errors import OptionError
 from molaplace.hub import is_hub_folder
 from molaplace.saving.files import DOCUMENT
@@ -29,7 +29,7 @@ HARMLESS = "torchvision.models"
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
     """Raise `OptionError` if an option value from a file refers to code that the file is not allowed to name."""
     for option, value in values.items():
-        is_code = is_imported if option == "--network" else is_own_function
+        is_code = is_builder if option == "--network" else is_data_function
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():
             if isinstance(name, str) and is_code(name):
                 check_code(name, source, trust=trust, option=option)

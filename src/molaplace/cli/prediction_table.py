@@ -1,7 +1,7 @@
 """Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
 
 Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their indices. For dense
-outputs, tables contain means over positions. Arrays have the same layout as the prediction's fields.
+outputs, tables contain means over positions. ArrayDataset have the same layout as the prediction's fields.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molaplace.cli.jobs.decisions import Decisions
-from molaplace.cli.jobs.folder import PosteriorFolder
+from molaplace.cli.decisions import Decisions
+from molaplace.cli.folder import PosteriorFolder
 from molaplace.likelihoods import Gaussian, Likelihood
 
 Sums = dict[str, Any]
@@ -34,7 +34,7 @@ SEPARATOR = "|"
 
 
 @dataclass(frozen=True)
-class Columns:
+class PredictionTable:
     """Converter from a posterior's predictions to tables, arrays and sums."""
 
     names: tuple[str, ...]

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.rows import Rows, Set, finite_rows
+from molaplace.cli.data.dataset import Rows, Set, finite_rows
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 
@@ -31,7 +31,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrays(Set):
+class ArrayDataset(Set):
     """Rows of an array, with labels of shape (n,) or (n, C), or with a label for each position."""
 
     values: NDArray[Any]
@@ -61,7 +61,9 @@ class Arrays(Set):
             yield finite_rows(names, values, labels, self.intake.torch_dtype)
 
 
-def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL) -> Arrays:
+def open_arrays(
+    path: Path, intake: Preprocessing, *, labelled: bool, likelihood: Likelihood = CATEGORICAL
+) -> ArrayDataset:
     """Open a `.npz` or `.npy` file."""
     try:
         found = np.load(path, mmap_mode="r")
@@ -92,7 +94,7 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
             f"{values.dtype}."
         )
     targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
-    return Arrays(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
+    return ArrayDataset(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
 
 
 def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:

@@ -1,7 +1,7 @@
 """Batches of a user's data. Unusable inputs are reported and left out; the rest become tensors.
 
 A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors.
-Fitting and evaluation read rows through a `Loader`, whose `Account` records the inputs that were left out. Prediction writes a
+Fitting and evaluation read rows through a `Loader`, whose `SkippedInputs` records the inputs that were left out. Prediction writes a
 row for each input.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.jobs.preparation import Intake
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.distributed import Team
 from molaplace.errors import DataError
 from molaplace.network import Inputs
@@ -45,7 +45,7 @@ class Set:
     """A data set specified by the user."""
 
     name: str
-    intake: Intake
+    intake: Preprocessing
     labels: Tensor | None = None
     """Labels of all inputs, if the set holds its labels in memory."""
     classes: tuple[str, ...] | None = None
@@ -64,7 +64,7 @@ class Set:
 
 
 @dataclass
-class Account:
+class SkippedInputs:
     """Record of inputs that were left out, keyed by set and name. Each input is counted once, even if the data are read repeatedly."""
 
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class Account:
                 lines.append(f"  and {len(entries) - shown} more")
         return lines
 
-    def together(self, team: Team) -> Account:
+    def together(self, team: Team) -> SkippedInputs:
         """Return one account that combines the records of all processes."""
-        whole = Account()
+        whole = SkippedInputs()
         for one in team.collect(self):
             for where, entries in one.left_out.items():
                 whole.left_out.setdefault(where, {}).update(entries)
@@ -110,7 +110,7 @@ class Loader:
     """The usable inputs of a set as a loader for `mola.fit`, `tune` and `predict`."""
 
     source: Set
-    account: Account
+    account: SkippedInputs
     """Record of unusable inputs."""
     strict: bool = False
     """True if unusable inputs raise an error."""
@@ -123,7 +123,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         used = 0
-        for rows in read_shared(self.source, self.team, self.on_share):
+        for rows in read_batches(self.source, self.team, self.on_share):
             if self.strict:
                 rows.check_strict()
             self.account.add(self.source.name, rows)
@@ -132,12 +132,12 @@ class Loader:
             if self.labelled and rows.labels is None:
                 raise DataError(f"{self.source.name} has no labels. Pass data with labels.")
             used += rows.errors.count(None)
-            yield as_loaded(rows)
+            yield as_loader_batch(rows)
         if self.team.size == 1:  # with several processes, a process may have no usable inputs
             self.account.require_some(used, self.source.name)
 
 
-def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
+def read_batches(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
     """Yield the batches for this process and report the fraction of the set that has been read, or 0.5 if its size is unknown."""
     seen = 0
     for rows in source.batches(team.rank, team.size):
@@ -146,7 +146,7 @@ def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> I
         yield rows
 
 
-def as_loaded(rows: Rows) -> Any:
+def as_loader_batch(rows: Rows) -> Any:
     """Return inputs and labels in the form that a loader yields: a tuple, or a mapping that contains the labels."""
     if isinstance(rows.inputs, Mapping):
         return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}

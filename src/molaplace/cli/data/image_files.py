@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from molaplace.cli.jobs.preparation import Intake
-from molaplace.cli.jobs.rows import Rows, Set
+from molaplace.cli.data.dataset import Rows, Set
+from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.images import ENDINGS, even_indices, image_files
 from molaplace.likelihoods import CATEGORICAL, Likelihood
@@ -37,7 +37,7 @@ BAD_ROW = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures(Set):
+class ImageDataset(Set):
     """Image files, decoded in batches, with class indices (n,) or numbers (n, C) as labels."""
 
     paths: tuple[Path, ...]
@@ -87,7 +87,7 @@ class Pictures(Set):
         )
 
 
-def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
+def read_pixels(path: Path, intake: Preprocessing) -> tuple[Tensor | None, str]:
     """Return the pixels of one file, or None and the reason why it cannot be read."""
     from PIL import Image, UnidentifiedImageError
 
@@ -110,13 +110,17 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     return pixels, ""
 
 
-def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Intake) -> Pictures:
+def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Preprocessing) -> ImageDataset:
     """Return a set of images without labels."""
     errors = (None,) * len(paths)
-    return Pictures(name=name, intake=intake, count=len(paths), paths=tuple(paths), names=tuple(names), errors=errors)
+    return ImageDataset(
+        name=name, intake=intake, count=len(paths), paths=tuple(paths), names=tuple(names), errors=errors
+    )
 
 
-def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
+def open_image_folder(
+    root: Path, classes: Sequence[str] | None, intake: Preprocessing, *, labelled: bool
+) -> ImageDataset:
     """List the images in a folder without decoding them. Each subfolder is a class; by default, classes are in alphabetical order."""
     inside = [path.relative_to(root) for path in image_files(root)]
     inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
@@ -153,15 +157,15 @@ WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
 """Words that stand for numbers in a CSV file. An empty cell means that the label is missing."""
 
 
-def list_csv(
+def open_image_csv(
     path: Path,
     classes: Sequence[str] | None,
-    intake: Intake,
+    intake: Preprocessing,
     *,
     labelled: bool,
     outputs: int | None = None,
     likelihood: Likelihood = CATEGORICAL,
-) -> Pictures:
+) -> ImageDataset:
     """List the images named in a CSV file, and their labels, without decoding the images.
 
     The file has a header and a column of paths relative to its folder. For classification, one column contains class names or
@@ -254,7 +258,7 @@ def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
+def most_frequent_form(source: ImageDataset) -> tuple[str, tuple[int, ...]]:
     """Return the most frequent combination of mode ("RGB" or "L") and prepared shape (channels, height, width) among 25 images."""
     from PIL import Image
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from molaplace.cli.jobs.job import RUN
+from molaplace.cli.job import RUN
 from molaplace.cli.options import option
 
 MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
@@ -20,14 +20,14 @@ class Quiet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing(Quiet):
+class RunOptions(Quiet):
     """Options for commands that run long computations."""
 
     threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reporting(Computing):
+class SummaryOptions(RunOptions):
     """Options for commands that write a summary and a run file."""
 
     as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, kept=False)
@@ -44,7 +44,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening(Device):
+class PosteriorOptions(Device):
     """Options for commands that open a posterior's folder."""
 
     data: str | None = option(
@@ -70,7 +70,7 @@ class Opening(Device):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deciding:
+class DecisionOptions:
     """Options for commands that make calibrated decisions."""
 
     false_alarm_rate: float | None = option(
@@ -85,6 +85,6 @@ class Deciding:
     )
 
     def rates(self) -> dict[str, Any]:
-        """Return the arguments for `mola.cli.jobs.decisions.make_decisions`."""
+        """Return the arguments for `molaplace.cli.decisions.make_decisions`."""
         names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
         return {name: getattr(self, name) for name in names}
