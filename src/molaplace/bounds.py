@@ -36,8 +36,7 @@ from torch import Tensor
 
 from molaplace.errors import BoundError, OptionError
 from molaplace.likelihoods.base import mixed, pooled
-from molaplace.links import Link, Probit
-from molaplace.links.base import probit_scaled
+from molaplace.links import Link, Probit, probit_scaled
 from molaplace.network import Captured, Rows, check_finite
 
 if TYPE_CHECKING:

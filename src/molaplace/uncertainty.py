@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molaplace.likelihoods.base import ClassificationLikelihood, mixed
+from molaplace.likelihoods.base import ClassificationLikelihood, OutputSpread, mixed
 from molaplace.numerics import sobol_normals
-from molaplace.structures.base import Spread
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two and at
@@ -84,7 +83,7 @@ def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: Classi
 def epistemic_share(
     likelihood: ClassificationLikelihood,
     means: Sequence[Tensor],
-    spreads: Sequence[Spread | None],
+    spreads: Sequence[OutputSpread | None],
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
@@ -171,7 +170,7 @@ def _normal_cdf(values: Tensor) -> Tensor:
     return (1 + torch.erf(values / math.sqrt(2))) / 2
 
 
-def _label_share(means: Sequence[Tensor], spreads: Sequence[Spread | None], weights: Tensor) -> Tensor:
+def _label_share(means: Sequence[Tensor], spreads: Sequence[OutputSpread | None], weights: Tensor) -> Tensor:
     # Each logit is a single Gaussian variable, so no draws are needed.
     pairs = [
         expected_sigmoid(mean, torch.zeros_like(mean) if spread is None else spread.variance())

@@ -53,7 +53,7 @@ def test_killed_work_is_neither_lost_nor_half_done():
 def test_a_mistake_is_noticed(fuzz, campaign, monkeypatch):
     """The closed form catches a wrong constant."""
     monkeypatch.setattr(
-        "molaplace.links.probit.probit_scaled", lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt()
+        "molaplace.links.probit_scaled", lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt()
     )
     monkeypatch.setattr(fuzz, "QUICK", 40)
     code, said = campaign("--quick")

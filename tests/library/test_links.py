@@ -7,11 +7,13 @@ import torch
 
 import molaplace as mola
 from molaplace.errors import OptionError
-from molaplace.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
+from molaplace.likelihoods import BERNOULLI, GAUSSIAN, Categorical
 from molaplace.links import LINKS, Bridge, CentredProbit, MeanField, MonteCarlo, Probit, as_link
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 
 ALL_LINKS = [*CLOSED_FORM_LINKS, "mc"]
+
+softmax = Categorical().probabilities
 
 
 class AnySpread:
@@ -34,9 +36,9 @@ class AnySpread:
         return (noise @ self.root.T).expand(self.count, -1, -1)
 
 
-def probabilities(link, mean, covariance, likelihood=CATEGORICAL):
+def probabilities(link, mean, covariance, inverse_link=softmax):
     mean = torch.as_tensor(mean)
-    return as_link(link)(mean, AnySpread(torch.as_tensor(covariance), len(mean)), likelihood)
+    return as_link(link)(mean, AnySpread(torch.as_tensor(covariance), len(mean)), inverse_link)
 
 
 def random_covariance(classes, seed=0):
@@ -59,7 +61,7 @@ def test_safe_for_huge_logits_and_variances(name, scale):
 def test_without_variance_it_is_the_softmax(name):
     mean = torch.randn(20, 5)
     assert torch.allclose(probabilities(name, mean, torch.zeros(5, 5)), torch.softmax(mean, 1), atol=1e-14)
-    assert torch.allclose(as_link(name)(mean, None, CATEGORICAL), torch.softmax(mean, 1), atol=1e-14)
+    assert torch.allclose(as_link(name)(mean, None, softmax), torch.softmax(mean, 1), atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["probit-centred", "mean-field", "bridge", "mc"])
@@ -113,11 +115,11 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
     posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link)
     (component,), phi = posterior.components, problem.features()
     mean, spread = phi @ problem.weights.T, component.spread(phi)
-    halved = posterior.link(mean / 2, component.spread(phi / 2), CATEGORICAL)
+    halved = posterior.link(mean / 2, component.spread(phi / 2), softmax)
     two, four = torch.full((len(phi), 1), 2.0), torch.tensor([[4.0]])
     for quotient in (spread.divided(two), spread.divided(four).divided(1 / two)):
-        assert torch.allclose(posterior.link(mean / 2, quotient, CATEGORICAL), halved, atol=1e-10)
-    whole = posterior.link(mean, spread, CATEGORICAL)
+        assert torch.allclose(posterior.link(mean / 2, quotient, softmax), halved, atol=1e-10)
+    whole = posterior.link(mean, spread, softmax)
     assert torch.allclose(whole, halved, atol=1e-10) == (link == Bridge(normalised=True))
 
 

@@ -20,16 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from molaplace.errors import HeadError
-
-if TYPE_CHECKING:
-    from molaplace.structures.base import Spread
-    from molaplace.structures.sums import Sums
+from molaplace.numerics import Generator
+from molaplace.sums import Sums
 
 Ran = Sequence[tuple[str, torch.Size]]
 """Names and output shapes of the linear layers that ran in a watched forward pass."""
@@ -45,6 +43,29 @@ class OutputCurvature:
     """Coupling (n, C) of the outputs, or None if the outputs do not interact."""
 
 
+class OutputSpread(Protocol):
+    """The covariance of a network's outputs at n data points, as likelihoods and links use it (`mola.structures.Spread`)."""
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normal variables in one draw of the outputs."""
+
+    def variance(self, *, centred: bool = False) -> Tensor:
+        """Return the variance (..., n, C) of each output; if `centred` is True, after their mean is subtracted."""
+
+    def covariance(self, *, centred: bool = False) -> Tensor:
+        """Return the covariance (..., n, C, C) of the outputs; if `centred` is True, after their mean is subtracted."""
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Turn standard normals (S, noise_size) into deviations (..., n, S, C) of the outputs, up to a common shift."""
+
+    def perturb_by_weights(self, count: int, generator: Generator) -> Tensor:
+        """Return deviations (..., n, count, C) of the outputs, computed from draws of the weights."""
+
+    def divided(self, divisor: Tensor) -> OutputSpread:
+        """Return the covariance after dividing each datum's outputs by its entry in `divisor` (..., n, 1)."""
+
+
 @dataclass(frozen=True)
 class Members:
     """The predictions of a mixture's K members at n data points, from which the predictive distribution is computed.
@@ -54,7 +75,7 @@ class Members:
 
     outputs: Sequence[Tensor]
     """Outputs (n, C) of each network."""
-    spreads: Sequence[Spread | None]
+    spreads: Sequence[OutputSpread | None]
     """Covariance of each network's outputs, or None for a plain ensemble."""
     weights: Tensor
     """Mixture weights (K,)."""
@@ -65,7 +86,7 @@ class Members:
     likelihoods: Sequence[Likelihood]
     """Likelihood of each member. In regression, the noise may differ between members."""
 
-    def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
+    def scaled(self) -> tuple[Sequence[Tensor], Sequence[OutputSpread | None]]:
         """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
         means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
         pairs = zip(self.spreads, self.divisors, strict=True)
@@ -126,8 +147,11 @@ class RegressionPredictive(ABC):
         """Return the continuous ranked probability score (..., n, D) of the targets."""
 
 
-LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
-"""A function that computes probabilities from the mean (..., n, C) and spread of the logits, the likelihood and a seed
+InverseLink = Callable[[Tensor], Tensor]
+"""A function from logits (..., C) to probabilities (..., C), such as the softmax."""
+
+LinkFunction = Callable[[Tensor, OutputSpread | None, InverseLink, int | None], Tensor]
+"""A function that computes probabilities from the mean (..., n, C) and spread of the logits, the inverse link and a seed
 (`mola.links`)."""
 
 
@@ -227,7 +251,7 @@ class ClassificationLikelihood(Likelihood):
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
         means, spreads = members.scaled()
-        return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
+        return [link(mean, spread, self.probabilities, seed) for mean, spread in zip(means, spreads, strict=True)]
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
         """Return `sum_k w_k link(m_k, S_k)`."""

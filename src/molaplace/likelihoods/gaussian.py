@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +42,7 @@ from molaplace.likelihoods.base import (
 )
 from molaplace.numerics import to_float64
 from molaplace.options import counted, is_real, one_of
-
-if TYPE_CHECKING:
-    from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 VARIANCE_FLOOR = 1e-6
 """Lower bound on predicted variances, which are clamped as in `torch.nn.GaussianNLLLoss`."""

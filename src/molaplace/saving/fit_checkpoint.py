@@ -24,7 +24,7 @@ from molaplace.errors import StorageError
 from molaplace.options import whole_number
 from molaplace.saving.files import DOCUMENT, read_folder, write_folder
 from molaplace.saving.schema import Optional
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]

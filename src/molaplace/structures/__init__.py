@@ -8,7 +8,7 @@ from molaplace.structures.full import Full
 from molaplace.structures.kron import Kron
 from molaplace.structures.kron_diag import KronDiag
 from molaplace.structures.kron_exact import KronExact
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 __all__ = [
     "STRUCTURES",

@@ -29,7 +29,7 @@ from torch import Tensor
 from molaplace.errors import OptionError, StructureTooLargeError
 from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Smallest and largest allowed prior precisions."""
@@ -214,7 +214,7 @@ class Spread:
         """Return deviations (..., n, S, C) of the logits, up to a common shift, for a single prior precision."""
         return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
 
-    def by_weights(self, count: int, generator: Generator) -> Tensor:
+    def perturb_by_weights(self, count: int, generator: Generator) -> Tensor:
         """Return deviations (..., n, count, C) of the logits, computed from draws of the weights for a single prior precision."""
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 

@@ -20,7 +20,7 @@ from molaplace.structures.base import (
     hides_shift,
     mahalanobis_weights,
 )
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 RIDGE = 1e-4
 """Ridge added to the within-class covariance, relative to the Frobenius norm of that covariance. For networks trained on MNIST and

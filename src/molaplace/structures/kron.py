@@ -34,7 +34,7 @@ from molaplace.structures.base import (
     mahalanobis_weights,
     output_bases,
 )
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 
 @dataclass(frozen=True)

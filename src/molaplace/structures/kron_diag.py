@@ -55,7 +55,7 @@ from molaplace.structures.base import (
     eigensystem,
 )
 from molaplace.structures.kron import FactoredCurvature
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 HALVINGS = 80
 """Number of bisection steps for T, enough for float64 precision."""

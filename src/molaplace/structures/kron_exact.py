@@ -14,7 +14,7 @@ from torch import Tensor
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import Curvature, Precision, as_column
 from molaplace.structures.kron import Kron, KronCurvature, kron_eigensystem
-from molaplace.structures.sums import Sums
+from molaplace.sums import Sums
 
 
 @dataclass(frozen=True)
