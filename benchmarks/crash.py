@@ -3,7 +3,7 @@
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
 Each of four tasks is killed many times: `save` (overwrites an older posterior), `fit` (writes a checkpoint after every batch),
-`bench` (runs `molaplace bench digits` on a small subset of the data) and `predict` (runs `molaplace predict` and overwrites an older
+`bench` (runs the laboratory's `bench digits` on a small subset of the data) and `predict` (runs `molaplace predict` and overwrites an older
 file). In half of the cases, SIGKILL is sent at a random time. In a quarter, the process is killed just before a file operation;
 in the remaining quarter, it is killed during a write, when the file reaches a random size.
 
@@ -42,6 +42,7 @@ from typer.testing import CliRunner
 import molaplace as mola
 from molaplace.cli import app
 from molaplace.saving.weights import save_weights
+from molaplace_lab import commands
 from molaplace_lab.models import build_network
 
 FAILURES = ("lost", "half-written", "differs")
@@ -80,7 +81,7 @@ def fit() -> None:
     mola.fit(networks(), slow, progress=False, **options).save("posterior")
 
 
-def command(line: str) -> None:
+def command(line: str, app: Any = app) -> None:
     result = CliRunner().invoke(app, [*line.split(), "--quiet"], catch_exceptions=False)
     if result.exit_code:
         raise RuntimeError(result.output)
@@ -88,7 +89,7 @@ def command(line: str) -> None:
 
 def bench() -> None:
     sizes = "--runs 1 --components 2 --train-images 100 --test-images 30 --outliers 20"
-    command(f"bench digits --train {sizes} --networks networks --cache activations --results results")
+    command(f"bench digits --train {sizes} --networks networks --cache activations --results results", commands.app)
 
 
 def train() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that `molaplace bench` stored (--cache)
+For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that the laboratory's `bench` stored (--cache)
 and tuned on the suite's validation set. The predictions for the test set are then split at random many times. In each split,
 one part is used for calibration, and the guarantees are measured on the other part. For CLINC150, small networks are trained on
 the mean of each request's token vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes

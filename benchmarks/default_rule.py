@@ -3,7 +3,7 @@
 The constants of the rule were chosen on the first two groups of five networks in the MNIST and CIFAR-10 suites, with each
 suite's own split of the test images into validation and test data. This script compares the rule with temperature-scaled
 ensembles, both on these groups and, with a different split, on the other groups. It varies the number of networks (1, 2, 3 or
-5) and the number of validation images (200, 500 or 2000). Activations are read from the cache of `molaplace bench` (`--cache`);
+5) and the number of validation images (200, 500 or 2000). Activations are read from the cache of the laboratory's `bench` (`--cache`);
 missing ones are computed. Writes `benchmarks/results/default_rule.json`.
 """
 

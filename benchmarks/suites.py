@@ -1,4 +1,4 @@
-"""Read the features and logits that `molaplace bench` has cached for the networks and data sets of a suite."""
+"""Read the features and logits that `python -m molaplace_lab bench` has cached for the networks and data sets of a suite."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

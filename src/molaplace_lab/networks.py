@@ -1,7 +1,7 @@
-"""The trained networks of a suite, from a folder or listed individually, and `molaplace train`, which writes a folder of networks.
+"""The trained networks of a suite, from a folder or listed individually, and training, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ..., written by `molaplace train` or another program. Architectures from timm and
-torchvision, and user functions, are listed individually by name:
+A folder contains `00.safetensors`, `01.safetensors`, ..., written by the command `train` or another program. Architectures from timm
+and torchvision, and user functions, are listed individually by name:
 
 | name | network |
 |---|---|
@@ -42,7 +42,7 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
 @dataclass(frozen=True)
 class Training:
-    """Options for `molaplace train`."""
+    """Options for `python -m molaplace_lab train`."""
 
     suite: Suite
     count: int
@@ -60,8 +60,8 @@ class Training:
         self.suite.builder(self.network)
         if self.suite.training_data is None:
             raise OptionError(
-                f"the {self.suite.name} suite does not train networks. Provide trained networks with molaplace bench {self.suite.name} "
-                f"--networks DIR."
+                f"the {self.suite.name} suite does not train networks. Provide trained networks: "
+                f"python -m molaplace_lab bench {self.suite.name} --networks DIR."
             )
 
 
@@ -115,7 +115,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # Return the `molaplace train` options stored in a file, or None if another program wrote the file.
+    # Return the `python -m molaplace_lab train` options stored in a file, or None if another program wrote the file.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None
@@ -139,7 +139,7 @@ def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Raise an error if `molaplace train` trained a network for another suite or architecture, or with another normalisation."""
+    """Raise an error if the command `train` trained a network for another suite or architecture, or with another normalisation."""
     wanted = {"data": suite.name, "model": network, "normalisation": options.normalisation}
     for path in paths:
         reason = _differences(_identity(path) or wanted, wanted)
@@ -154,8 +154,8 @@ def find_networks(directory: Path) -> list[Path]:
     found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
-            f"{directory} contains no trained networks ({', '.join(ENDINGS)}). Train networks with molaplace train (--output {directory}), "
-            f"pass --train, or choose another folder with --networks."
+            f"{directory} contains no trained networks ({', '.join(ENDINGS)}). Train networks "
+            f"(python -m molaplace_lab train --output {directory}), pass --train, or choose another folder with --networks."
         )
     return found
 

@@ -76,8 +76,8 @@ class Plan:
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             raise OptionError(
                 f"--runs {self.runs} and --components {self.components} in {', '.join(self.groups)} require {needed} networks, "
-                f"but there are {len(self.networks)}. Train more networks (molaplace train {self.suite.name} --networks {needed}, or "
-                f"--train), or choose fewer runs or components."
+                f"but there are {len(self.networks)}. Train more networks "
+                f"(python -m molaplace_lab train {self.suite.name} --networks {needed}, or --train), or choose fewer runs or components."
             )
 
     @property

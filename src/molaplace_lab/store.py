@@ -33,7 +33,7 @@ class Store:
         found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
         if not found:
             raise StorageError(
-                f"{self.directory} contains no results. Create results with: molaplace bench <suite> --results {self.directory}"
+                f"{self.directory} contains no results. Create results: python -m molaplace_lab bench <suite> --results {self.directory}"
             )
         return found
 

@@ -184,7 +184,7 @@ class Suite:
     """Functions that build networks, keyed by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
-    """Training recipe for `molaplace train`."""
+    """Training recipe for `python -m molaplace_lab train`."""
     threshold: float | None
     """Minimum mean confidence on the validation data under the paper's rule; the networks' accuracy minus 0.01 if None."""
     shift: Mapping[str, str] | None
@@ -200,7 +200,7 @@ class Suite:
     fold_notes: tuple[str, ...] = ()
     """Notes that reports include for a cross-fit."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
-    """Function that returns the training data for `molaplace train`; None if the suite does not train networks."""
+    """Function that returns the training data for `python -m molaplace_lab train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}
     """Function that returns additional measures to compute, under the keys used in the records."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))

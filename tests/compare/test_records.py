@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.__main__ import main
 from molaplace.errors import StorageError
 from molaplace.evaluation.record import Record
+from molaplace_lab.__main__ import main
 from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables
@@ -76,7 +76,7 @@ def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
     with pytest.raises(StorageError, match=f"none of the {len(paths)} records"):
         read_suites(tmp_path)
     output = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["molaplace", "report", "--results", str(tmp_path), "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["molaplace_lab", "report", "--results", str(tmp_path), "--output", str(output)])
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as ended:
         main()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from molaplace.__main__ import main
 from molaplace.errors import OptionError
 from molaplace.evaluation.leads import Lead
 from molaplace.evaluation.record import Comparison, SetInfo
@@ -27,6 +26,7 @@ from molaplace.report.tables import (
     make_table,
     print_table,
 )
+from molaplace_lab.__main__ import main
 from molaplace_lab.report import paper_numbers
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.page import SuiteReport, suites_page
@@ -268,7 +268,7 @@ def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     Store(results).path("mnist", "MoLA threshold", 2).write_text("{")
     monkeypatch.setattr(
-        sys, "argv", ["molaplace", "report", "mnist", "--results", str(results), "--output", str(tmp_path)]
+        sys, "argv", ["molaplace_lab", "report", "mnist", "--results", str(results), "--output", str(tmp_path)]
     )
     with pytest.raises(SystemExit) as ended:
         main()

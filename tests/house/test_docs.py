@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
+import molaplace_lab.__main__
 from molaplace.__main__ import main
 from molaplace.saving.weights import save_weights
 from molaplace_lab.models import lenet
@@ -42,7 +43,13 @@ def run_command(line, monkeypatch):
     """Run a command line in this process; return its words."""
     words = shlex.split(line, comments=True)
     words = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
-    monkeypatch.setattr("sys.argv", words)
+    laboratory = words[:3] == ["python", "-m", "molaplace_lab"]
+    monkeypatch.setattr("sys.argv", words[2:] if laboratory else words)
+    if laboratory:
+        with pytest.raises(SystemExit) as stop:
+            molaplace_lab.__main__.main()
+        assert not stop.value.code, line
+        return words
     if words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
         return words
@@ -106,7 +113,7 @@ def commands():
     """Every `molaplace` command of README and of the page on the commands, in order."""
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.M | re.S):
-        yield from (line for line in block.splitlines() if line.startswith("molaplace "))
+        yield from (line for line in block.splitlines() if line.startswith(("molaplace ", "python -m molaplace_lab ")))
 
 
 def write_idx(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from molaplace.cli import app
 from molaplace.errors import DataError, OptionError
+from molaplace_lab.commands import app
 from molaplace_lab.data.clinc150 import WIDTH, embed, load_clinc150
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions

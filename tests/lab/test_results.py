@@ -83,7 +83,7 @@ def test_the_networks_of_the_mnist_records_are_those_of_the_repository():
 
 @pytest.fixture(scope="module")
 def made_again(tmp_path_factory):
-    """The first run of the MNIST suite with two networks, by the commands: other code than `molaplace bench`, the same images."""
+    """The first run of the MNIST suite with two networks, by the commands: other code than `bench`, the same images."""
     root = tmp_path_factory.mktemp("again")
     for name, folder in (("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")):
         shutil.copytree(require_shared(name), root / folder / "raw")

@@ -306,7 +306,7 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
     one, two = (
         [
             "-m",
-            "molaplace",
+            "molaplace_lab",
             *options,
             *(f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache")),
         ]

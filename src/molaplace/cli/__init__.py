@@ -11,7 +11,7 @@ with importing("the molaplace command", "typer and rich", "cli"):
     import typer
 
 import molaplace as mola
-from molaplace.cli import bench, demo, evaluate, explore, export, fit, info, predict, report, train
+from molaplace.cli import demo, evaluate, explore, export, fit, info, predict
 from molaplace.cli.command import Commands, add_command
 
 __all__ = ["app"]
@@ -24,9 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-YOURS, PAPER = "Your own networks", "The paper's experiments"
+YOURS, DEMO = "Your own networks", "A demonstration"
 UNTOUCHED = "Nothing was written. Any existing output is unchanged."
-RESUMES = "Finished {} are kept. Run the same command again to continue."
 
 add_command(
     app,
@@ -40,12 +39,9 @@ add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing 
 add_command(app, export.export, panel=YOURS, stopped="Unfinished files were removed.")
 add_command(app, explore.explore, panel=YOURS, stopped="The page is closed. Nothing was written.")
 add_command(app, info.info, panel=YOURS, stopped="Nothing was written.")
-add_command(app, demo.demo, panel=PAPER, stopped="The page is missing or incomplete. Run the command again.")
-add_command(app, train.train, panel=PAPER, stopped=RESUMES.format("networks and epochs"))
-add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
-add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
+add_command(app, demo.demo, panel=DEMO, stopped="The page is missing or incomplete. Run the command again.")
 
-SHARED = ("fit", "evaluate", "predict", "train", "bench")
+SHARED = ("fit", "evaluate", "predict")
 """Commands whose work can be split between several processes. Any other command would repeat all of its work in each process."""
 
 
@@ -64,15 +60,13 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection and selective prediction.
 
-    Start with `molaplace demo`, or fit and evaluate a posterior. The following example begins by training networks:
+    Start with `molaplace demo`, or fit and evaluate a posterior:
 
-        molaplace train digits
+        molaplace fit networks/*.safetensors --network models:build --train train.npz --val val.npz
 
-        molaplace fit networks/digits/*.safetensors --network mlp --train digits:train --val digits:val
+        molaplace evaluate posterior --test test.npz
 
-        molaplace evaluate posterior --test digits:test
-
-    With torchrun, several processes can share the work of fit, evaluate, predict, train and bench:
+    With torchrun, several processes can share the work of fit, evaluate and predict:
     torchrun --nproc-per-node=4 -m molaplace fit ...
 
     Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out; 130

@@ -176,7 +176,7 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
     if not records and warnings:
         raise StorageError(f"{place}: none of the {len(warnings)} records can be read. {warnings[0]}")
     if not records:
-        raise StorageError(f"{place} contains no records. Run `molaplace bench {suite}` first.")
+        raise StorageError(f"{place} contains no records. Run `python -m molaplace_lab bench {suite}` first.")
     return records, warnings
 
 

@@ -28,9 +28,7 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
             )
             for suite in suites
         ]
-        made_by = (
-            f"Made by `molaplace report {' '.join(suite.name for suite in suites)}` with molaplace {mola.__version__}."
-        )
+        made_by = f"Made by `python -m molaplace_lab report {' '.join(suite.name for suite in suites)}` with molaplace {mola.__version__}."
         texts = {
             "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
             "tables.tex": "\n".join(as_latex(table) for report in reports for table in report.tables.values()),

@@ -148,7 +148,9 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
-        raise StorageError(f"{folder} contains no records. Create records with: molaplace bench uci --data DIR")
+        raise StorageError(
+            f"{folder} contains no records. Create records with: python -m molaplace_lab bench uci --data DIR"
+        )
     return found
 
 
