@@ -133,5 +133,5 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
     except TypeError:
         values = []
     if len(values) != count:
-        raise OptionError(f"{name}: expected one value, or {count} values (one per component); got {value!r}.")
+        raise OptionError(f"must be one value, or {count} values (one per component); got {value!r}.", argument=name)
     return values

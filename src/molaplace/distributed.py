@@ -168,14 +168,15 @@ def shard(data: Any, rank: int, size: int) -> Any:
         A slice of a list, tensor or array, or a `Subset` of a dataset.
     """
     if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
-        raise OptionError(f"expected a rank from 0 to size - 1, got rank {rank!r} with size {size!r}.")
+        raise OptionError(f"must be from 0 to size - 1, got rank {rank!r} with size {size!r}.", argument="rank")
     divisible = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, (tuple, Mapping, str)) or not divisible:
         raise OptionError(
-            f"expected a list of batches, or a dataset that supports len() and indexing; got {type(data).__name__}. For a "
+            f"must be a list of batches, or a dataset that supports len() and indexing; got {type(data).__name__}. For a "
             "DataLoader, shard its dataset: DataLoader(team.shard(dataset), batch_size=...). Combine separate inputs and "
             "labels in a TensorDataset(inputs, labels). Split a stream at its source, or with itertools.islice(stream, "
-            "rank, None, size)."
+            "rank, None, size).",
+            argument="data",
         )
     part = range(len(data) * rank // size, len(data) * (rank + 1) // size)
     if isinstance(data, (list, range, Tensor, np.ndarray)):

@@ -11,9 +11,28 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+PACKAGES = ("molaplace", "molaplace_lab")
+"""Packages whose frames are not the user's code."""
+
 
 class MolaError(Exception):
-    """Base class of every error that this library raises deliberately."""
+    """Base class of every error that this library raises deliberately.
+
+    Attributes:
+        message: what was expected, what was given and what to do, without the argument's name and the place.
+        argument: name of the Python argument that the message is about, or None. The message continues the sentence that begins with it.
+        place: batch, network or file in which the error occurred, such as "batch 3 of the training loader, networks[1]", or None.
+    """
+
+    def __init__(self, message: str = "", *, argument: str | None = None, place: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.argument = argument
+        self.place = place
+
+    def __str__(self) -> str:
+        sentence = self.message if self.argument is None else f"{self.argument} {self.message}"
+        return sentence if self.place is None else f"{self.place}: {sentence}"
 
 
 class OptionError(MolaError, ValueError):
@@ -69,17 +88,19 @@ def importing(feature: str, package: str, extra: str) -> Iterator[None]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Prepend `place` to the message of any `DataError` or `HeadError` raised inside the block."""
+    """Put `place` before the place of any `DataError` or `HeadError` raised inside the block."""
     try:
         yield
     except (DataError, HeadError) as error:
-        separator = "," if str(error).startswith("networks[") else ":"
-        raise type(error)(f"{place}{separator} {error}") from error.__cause__
+        error.place = place if error.place is None else f"{place}, {error.place}"
+        raise
 
 
 def warn(message: str) -> None:
     """Issue a warning that points to the line of the user's code that called this library."""
-    frame, depth = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "molaplace":
-        frame, depth = frame.f_back, depth + 1
+    frame = sys._getframe(1)
+    depth = 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in PACKAGES:
+        frame = frame.f_back
+        depth += 1
     warnings.warn(message, MolaWarning, stacklevel=depth)

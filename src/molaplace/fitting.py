@@ -76,15 +76,18 @@ def as_networks(
         elif wrong and isinstance(wrong[0], Mapping):
             got = "a state dict"
             remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network itself."
-        raise OptionError(f"networks: expected an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}")
+        raise OptionError(
+            f"must be an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}", argument="networks"
+        )
     for one in given:
         check_network(one)
     models = [unwrapped(one) for one in given]
     functions = [logits] * len(models) if logits is None or callable(logits) else list(logits)
     if len(functions) != len(models) or not (logits is None or all(map(callable, functions))):
         raise OptionError(
-            f"logits: expected a function that maps a network's output to its logits, such as `lambda output: output[0]`, or "
-            f"a list of {len(models)} such functions; got {logits!r}."
+            f"must be a function that maps a network's output to its logits, such as `lambda output: output[0]`, or "
+            f"a list of {len(models)} such functions; got {logits!r}.",
+            argument="logits",
         )
     pairs = combinations(zip(models, functions, strict=True), 2)
     if any(first is second and _are_copies(one, two) for (one, first), (two, second) in pairs):
@@ -171,9 +174,11 @@ def fit(
     names = per_component(head, count, "head")
     positions = check_positions(positions)
     if not isinstance(distances, bool):
-        raise OptionError(f"distances must be True or False, got {distances!r}.")
+        raise OptionError(f"must be True or False, got {distances!r}.", argument="distances")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise OptionError(f"ignore_index must be an integer that is not a class index, got {ignore_index!r}.")
+        raise OptionError(
+            f"must be an integer that is not a class index, got {ignore_index!r}.", argument="ignore_index"
+        )
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")

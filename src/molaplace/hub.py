@@ -74,14 +74,17 @@ def save(
     """
     if not isinstance(posterior, MoLA) or posterior.structure is None:
         got = "a plain ensemble" if isinstance(posterior, MoLA) else type(posterior).__name__
-        raise OptionError(f"expected a posterior from mola.fit, got {got}.")
+        raise OptionError(f"must be a posterior from mola.fit, got {got}.", argument="posterior")
     helpers = {name: one for name, one in (("tokenizer", tokenizer), ("processor", processor)) if one is not None}
     for name, helper in helpers.items():
         if not hasattr(helper, "save_pretrained"):
-            raise OptionError(f"{name}: expected an object with a save_pretrained method, got {type(helper).__name__}.")
+            raise OptionError(
+                f"must be an object with a save_pretrained method, got {type(helper).__name__}.", argument=name
+            )
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError(
-            "evaluation: expected results for this posterior alone, from mola.evaluate(posterior, test_loader)."
+            "must be results for this posterior alone, from mola.evaluate(posterior, test_loader).",
+            argument="evaluation",
         )
     try:
         import huggingface_hub as library
@@ -208,7 +211,7 @@ def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
         given = [known[index] for index in sorted(known)]
     names = [str(name) for name in (range(width) if given is None else given)]
     if len(set(names)) != len(names) or len(names) != width:
-        raise OptionError(f"classes: expected {width} different names, one for each output; got {names}.")
+        raise OptionError(f"must be {width} different names, one for each output; got {names}.", argument="classes")
     return names
 
 
@@ -252,8 +255,9 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if entry["dtype"] and not isinstance(dtype, torch.dtype):
         raise StorageError(
-            f"{place}: the precision {entry['dtype']!r} in {CONFIG} is unknown; expected the name of a torch dtype. Download the "
-            f"folder again."
+            f"the precision {entry['dtype']!r} in {CONFIG} is unknown; expected the name of a torch dtype. Download the "
+            f"folder again.",
+            place=str(place),
         )
     if build is None:
         build = _transformers_class(entry, place)

@@ -277,7 +277,7 @@ class Normalisation:
                 f"expected as many means as standard deviations; got {len(self.mean)} and {len(self.std)}."
             )
         if not all(value > 0 for value in self.std):
-            raise OptionError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
+            raise OptionError(f"must be above 0, got {', '.join(map(str, self.std))}.", argument="std")
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return (x / 255 - mean) / std as float32."""

@@ -127,8 +127,9 @@ class MeanField(Link):
             return inverse_link(mean)
         if mean.shape[-1] > MOST_CLASSES:
             raise OptionError(
-                f"link 'mean-field' needs a table of {mean.shape[-1]} x {mean.shape[-1]} class pairs for each input, which would "
-                f"not fit into memory. Use 'probit', 'probit-centred' or 'mc'."
+                f"'mean-field' needs a table of {mean.shape[-1]} x {mean.shape[-1]} class pairs for each input, which would "
+                f"not fit into memory. Use 'probit', 'probit-centred' or 'mc'.",
+                argument="link",
             )
         covariance = spread.covariance(centred=True)
         half = 0.5 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)
@@ -174,7 +175,8 @@ class Bridge(Link):
         """Return probabilities (..., n, C)."""
         if spread is None:
             raise OptionError(
-                "link 'bridge' needs a covariance, but a plain ensemble has none. Use link='probit', or mola.fit."
+                "'bridge' needs a covariance, but a plain ensemble has none. Use link='probit', or mola.fit.",
+                argument="link",
             )
         mean = centred(mean)
         variance = spread.variance(centred=True)
@@ -258,6 +260,7 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     names = [name for name, kind in LINKS.items() if likelihood.classification and kind().for_labels() is not None]
     known = ", ".join(names) or "none, because the predictive distribution is exact"
     raise OptionError(
-        f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. The applicable links are: {known}. Leave out link= to "
-        f"use the default."
+        f"{chosen.name!r} does not apply to likelihood {likelihood.name!r}. The applicable links are: {known}. Leave out link= to "
+        f"use the default.",
+        argument="link",
     )

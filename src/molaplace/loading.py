@@ -38,7 +38,7 @@ def load(
     if hub.is_hub_folder(directory):
         return hub.load(directory, None if networks is None else as_networks(networks, logits))
     if networks is None:
-        raise OptionError(f"networks: expected the networks of the posterior in {directory}, got None.")
+        raise OptionError(f"must be the networks of the posterior in {directory}, got None.", argument="networks")
     if kind_of(directory) == "whole-posterior":
         return whole.load(directory, networks)
     return load_posterior(directory, as_networks(networks, logits))

@@ -251,7 +251,9 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:
-        raise OptionError(f"tpr must be above 0 and at most 1 (it is the share of outliers to detect), got {tpr!r}.")
+        raise OptionError(
+            f"must be above 0 and at most 1 (it is the share of outliers to detect), got {tpr!r}.", argument="tpr"
+        )
     # The tolerance rounds 0.07 * 100, which is 7.000000000000001 in floating point, to 7.
     found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
     threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
@@ -261,7 +263,9 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
     """Return the `tpr` quantile of the inliers' scores (n,), interpolated linearly."""
     if not 0 <= tpr <= 1:
-        raise OptionError(f"tpr, the share of inliers that pass, must be between 0 and 1; got {tpr!r}.")
+        raise OptionError(
+            f"must be between 0 and 1, got {tpr!r}. It is the share of inliers that pass.", argument="tpr"
+        )
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
     if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 * 100 is 56.99999999999999 in floating point
         position = round(position)

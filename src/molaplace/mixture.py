@@ -54,7 +54,9 @@ class Mixture(nn.Module):
         super().__init__()
         members = tuple(predictors) if isinstance(predictors, Iterable) else ()
         if not members or not all(callable(member) for member in members):
-            raise OptionError("predictors: expected a non-empty list of callables that map inputs to probabilities.")
+            raise OptionError(
+                "must be a non-empty list of callables that map inputs to probabilities.", argument="predictors"
+            )
         if isinstance(weights, str):
             one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
         self.predictors = members
@@ -203,7 +205,7 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
     known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
     if any(one.name != known[0].name for one in known):
         names = ", ".join(dict.fromkeys(repr(one.name) for one in known))
-        raise OptionError(f"predictors: expected members with the same likelihood, got {names}.")
+        raise OptionError(f"must be members with the same likelihood, got {names}.", argument="predictors")
     return known[0] if known else CATEGORICAL
 
 
@@ -213,17 +215,18 @@ def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{place}: expected probabilities (n, C), got {type(output).__name__}.") from error
+        raise DataError(f"expected probabilities (n, C), got {type(output).__name__}.", place=place) from error
     if probs.dim() != 2 or not probs.is_floating_point():
-        raise DataError(f"{place}: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.")
+        raise DataError(f"expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.", place=place)
     if not likelihood.classification or not len(probs):
         return probs
     if bool(((probs < 0) | (probs > 1 + 1e-2)).any()):
         raise DataError(
-            f"{place}: probabilities must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
-            f"{float(probs.max()):.3g}. {remedy}"
+            f"probabilities must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
+            f"{float(probs.max()):.3g}. {remedy}",
+            place=place,
         )
     gap = float((probs.sum(1) - 1).abs().max())
     if isinstance(likelihood, ClassificationLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
-        raise DataError(f"{place}: rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}")
+        raise DataError(f"rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}", place=place)
     return probs

@@ -73,16 +73,18 @@ def check_generator(generator: torch.Generator | None) -> None:
     """Raise `OptionError` unless the argument is None or a CPU generator."""
     if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
         raise OptionError(
-            f"generator must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example."
+            f"must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example.",
+            argument="generator",
         )
     if generator is not None and generator.device.type != "cpu":
         raise OptionError(
-            f"generator must be on the CPU, so that draws are the same on every device; got {generator.device}."
+            f"must be on the CPU, so that draws are the same on every device; got {generator.device}.",
+            argument="generator",
         )
 
 
 def check_seed(seed: int) -> int:
     """Return the seed; raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise OptionError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
+        raise OptionError(f"must be an integer from 0 to 2^63 - 1, got {seed!r}.", argument="seed")
     return seed

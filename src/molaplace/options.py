@@ -28,7 +28,7 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
     more = "" if otherwise is None else f", or {otherwise}"
-    raise OptionError(f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}")
+    raise OptionError(f"must be {names}{more}; got {name!r}.{did_you_mean(name, known)}", argument=argument)
 
 
 MEANT = {
@@ -62,5 +62,5 @@ def is_real(value: object) -> bool:
 def whole_number(value: object, argument: str, least: int = 1) -> int:
     """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
+        raise OptionError(f"must be a whole number of at least {least}, got {value!r}.", argument=argument)
     return int(value)

@@ -35,7 +35,7 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
     ensemble.
     """
     if not 0 < temperature < float("inf"):
-        raise OptionError(f"temperature must be positive and finite, got {temperature!r}.")
+        raise OptionError(f"must be positive and finite, got {temperature!r}.", argument="temperature")
     return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 

@@ -473,8 +473,9 @@ class MoLA(Mixture):
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
             raise OptionError(
-                "noise: expected one number, or one for each output; got None. To choose the noise automatically, use "
-                "posterior.tune(val_loader)."
+                "must be one number, or one for each output; got None. To choose the noise automatically, use "
+                "posterior.tune(val_loader).",
+                argument="noise",
             )
         table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
         rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)

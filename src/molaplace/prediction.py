@@ -472,13 +472,15 @@ class RegressionPrediction(_Fields):
     def quantile(self, level: float) -> Tensor:
         """Return the values (n, D) below which the targets fall with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
-            raise OptionError(f"level must lie between 0 and 1, got {level!r}. For the median, pass 0.5.")
+            raise OptionError(f"must lie between 0 and 1, got {level!r}. For the median, pass 0.5.", argument="level")
         return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D) of the central interval that contains a target with the given probability."""
         if not (is_real(probability) and 0 < probability < 1):
-            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.")
+            raise OptionError(
+                f"must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.", argument="probability"
+            )
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
 
     def _derived(self) -> tuple[str, ...]:

@@ -137,7 +137,9 @@ class LogitScaling:
         ):
             value = getattr(self, field)
             if not (is_real(value) and low <= value <= high):
-                raise OptionError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}. {meaning}")
+                raise OptionError(
+                    f"must be a number between {low:g} and {high:g}, got {value!r}. {meaning}", argument=name
+                )
             object.__setattr__(self, field, float(value))
 
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:

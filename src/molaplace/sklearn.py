@@ -69,7 +69,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
         if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
             raise OptionError(
-                f"hidden must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}."
+                f"must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}.",
+                argument="hidden",
             )
         for name in ("members", "epochs"):
             whole_number(getattr(self, name), name)
@@ -80,8 +81,9 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             rule = as_rule(rule, likelihood, [] if needs_data else None)
         if needs_data and not (is_real(self.validation_fraction) and 0 < self.validation_fraction < 1):
             raise OptionError(
-                f"validation_fraction must be above 0 and below 1, got {self.validation_fraction!r}. To avoid setting data aside, use "
-                f'rule="evidence" or rule=None.'
+                f"must be above 0 and below 1, got {self.validation_fraction!r}. To avoid setting data aside, use "
+                f'rule="evidence" or rule=None.',
+                argument="validation_fraction",
             )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))

@@ -24,16 +24,19 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"weights: expected {counted(count, 'number')} with a sum of 1, got {weights!r}.") from error
+        raise OptionError(
+            f"must be {counted(count, 'number')} with a sum of 1, got {weights!r}.", argument="weights"
+        ) from error
     if values.dim() > 1 or values.numel() != count:
         got = f"shape {tuple(values.shape)}" if values.dim() > 1 else str(values.numel())
-        raise OptionError(f"weights: expected {counted(count, 'number')}, one for each component; got {got}.")
+        raise OptionError(f"must be {counted(count, 'number')}, one for each component; got {got}.", argument="weights")
     values = values.flatten()
     if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-        raise OptionError(f"weights must be finite and not negative, got {values.tolist()}.")
+        raise OptionError(f"must be finite and not negative, got {values.tolist()}.", argument="weights")
     if abs(float(values.sum()) - 1) > 1e-6:
         raise OptionError(
-            f"weights must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum."
+            f"must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum.",
+            argument="weights",
         )
     # Do not renormalise weights that sum to 1 up to rounding; otherwise, they would change on every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
@@ -45,7 +48,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
         return check_weights(weights, count)
     if weights == "stacking":
         raise OptionError(
-            "weights='stacking' needs validation data: fit first, then call posterior.reweight(val_loader)."
+            "'stacking' needs validation data: fit first, then call posterior.reweight(val_loader).", argument="weights"
         )
     return one_of(weights, ("uniform", "evidence"), "weights", "numbers that sum to 1, one for each network")
 

@@ -48,7 +48,8 @@ class Mimo(Mixture):
         members = whole_number(members, "members")
         if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
             raise OptionError(
-                "example: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) with n > 0."
+                "must be one tensor (n, channels, ...) with n > 0, because MIMO stacks inputs along dimension 1.",
+                argument="example",
             )
         super().__init__([partial(self._member, index) for index in range(members)])
         trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))

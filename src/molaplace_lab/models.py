@@ -246,5 +246,5 @@ def build_network(name: str, classes: int = 10) -> nn.Module:
     """Build one of the `MODELS` with random weights drawn from PyTorch's global generator."""
     spec = MODELS[one_of(name, MODELS, "network")]
     if classes < 1:
-        raise OptionError(f"classes must be 1 or more, got {classes!r}.")
+        raise OptionError(f"must be 1 or more, got {classes!r}.", argument="classes")
     return spec.build(classes)

@@ -170,7 +170,9 @@ class Swag(Mixture):
     def sample(self, index: int) -> dict[str, Tensor]:
         """Return the weights and BatchNorm statistics of one draw, keyed by name, on the network's device and in its precision."""
         if not 0 <= index < self.samples:
-            raise OptionError(f"index must be between 0 and {self.samples - 1} (the last draw); got {index!r}.")
+            raise OptionError(
+                f"must be between 0 and {self.samples - 1} (the last draw); got {index!r}.", argument="index"
+            )
         own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
         drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}

@@ -168,7 +168,7 @@ def test_too_few_data_are_refused_with_the_number_needed(rate, certainty, needed
     [
         (OptionError, r"1 % is 0\.01", {"error_rate": 1}),
         (OptionError, "certainty must be above 0", {"certainty": 95}),
-        (DataError, "one number for each data point", {"score": "entropy"}),
+        (DataError, "score must be numbers", {"score": "entropy"}),
         (DataError, "better predictor", {"error_rate": 0.08}),
         (DataError, "pass more data", {"error_rate": 0.15}),
         (DataError, "1 NaN", {"score": [math.nan] + [0.0] * 49}),

@@ -73,5 +73,5 @@ def test_wrong_rates_are_refused(rate):
     "scores", [[0.0, math.nan], torch.zeros(50, 2), ["high", "low"], [[1.0, 2.0], [3.0]], {"scores": 1.0}]
 )
 def test_values_that_are_not_scores_are_refused(scores):
-    with pytest.raises(DataError, match="one number for each validation data point"):
+    with pytest.raises(DataError, match="scores must be"):
         mola.alarm_threshold(scores, 0.5)

@@ -121,7 +121,7 @@ OPTIONS = {
     "noise of classes": (lambda s: s.posterior.with_noise(1.0), r"categorical.*no noise"),
     "weights sum to 0.9": (lambda s: s.posterior.with_weights([0.4, 0.5]), r"sum to 1.*\[0\.4, 0\.5\].*0\.9.*Divide"),
     "negative weight": (lambda s: s.posterior.with_weights([1.5, -0.5]), r"not negative.*-0\.5"),
-    "three weights for two": (lambda s: s.posterior.with_weights([0.2, 0.3, 0.5]), r"expected 2 numbers.*got 3"),
+    "three weights for two": (lambda s: s.posterior.with_weights([0.2, 0.3, 0.5]), r"must be 2 numbers.*got 3"),
     "weights of a wrong name": (lambda s: mola.fit(s.networks, LOADER, weights="equal"), r"uniform, evidence, or numbers .*'equal'"),
     "stacking without data": (lambda s: mola.fit(s.networks, LOADER, weights="stacking"), r"reweight\(val_loader\)"),
     "weights as words": (lambda s: s.posterior.with_weights(["a", "b"]), r"weights.*'a'"),

@@ -400,7 +400,7 @@ def test_other_last_layers_are_refused(layer, words):
     with pytest.raises(HeadError, match=words):
         find_head(network, x)
     if isinstance(network.head, nn.Conv2d) and network.head.out_channels > 1:
-        with pytest.raises(HeadError, match=r"head='head' is a Conv2d with"):
+        with pytest.raises(HeadError, match=r"head 'head' is a Conv2d with"):
             find_head(network, x, "head")
 
 

@@ -230,14 +230,14 @@ INPUTS, LABELS = table(20, 6)
         (DataError, "test loader is empty", [], {}),
         (DataError, "blur loader: labels must lie", None, {"shifted": {"blur": [(INPUTS, LABELS + 4)]}}),
         (DataError, "far loader: expected an iterable", None, {"ood": {"far": INPUTS}}),
-        (DataError, r"^predictor 'a' on the n loader: batch 0 .*NaN", None, {"ood": {"n": [INPUTS * math.nan]}}),
+        (DataError, r"^predictor 'a' on the n loader, batch 0 .*NaN", None, {"ood": {"n": [INPUTS * math.nan]}}),
         (DataError, r"^predictor 'a' on the test .*between 0 and 1", None, {"predictors": {"a": network()}}),
         (OptionError, "different name", None, {"shifted": {"test": []}}),
         (OptionError, "different name", None, {"shifted": {"a": []}, "ood": {"a": []}}),
         (OptionError, "at least one predictor", None, {"predictors": {}}),
-        (OptionError, "predictors: .*got list", None, {"predictors": [network()]}),
-        (OptionError, r"ood: .*\{'noise': loader\}; got Tensor", None, {"ood": INPUTS}),
-        (OptionError, "shifted: .*got DataLoader", None, {"shifted": torch.utils.data.DataLoader(INPUTS)}),
+        (OptionError, "predictors must .*got list", None, {"predictors": [network()]}),
+        (OptionError, r"ood must .*\{'noise': loader\}; got Tensor", None, {"ood": INPUTS}),
+        (OptionError, "shifted must .*got DataLoader", None, {"shifted": torch.utils.data.DataLoader(INPUTS)}),
     ],
 )
 def test_wrong_use_is_refused(posterior, error, words, test, options):

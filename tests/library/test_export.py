@@ -312,7 +312,7 @@ def test_regression(kind, heteroscedastic, tmp_path):
     outputs = REGRESSION_OUTPUTS + MORE_REGRESSION_OUTPUTS
     getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], outputs=outputs)
     compare_file(tmp_path / "file", posterior)
-    with pytest.raises(OptionError, match="expected one or more of mean"):
+    with pytest.raises(OptionError, match="outputs must be one or more of mean"):
         check_outputs(["probs"], posterior)
     assert check_outputs(None, posterior) == REGRESSION_OUTPUTS
 
@@ -405,7 +405,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("example", "words"),
     [
-        ("text", "expected one batch as a tensor"),
+        ("text", "example must be one batch as a tensor"),
         ([[torch.zeros(2)]], r"list of \['list'\]"),
         (torch.zeros(0, 1, SIDE, SIDE), r"batch size \(at least 1\)"),
         ((torch.zeros(2, 3), torch.zeros(3, 3)), "same batch size"),

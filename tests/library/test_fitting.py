@@ -155,7 +155,7 @@ def test_one_name_for_all_or_one_for_each():
     posterior = mola.fit([first, second], LOADER, head=["head", "1"])
     assert [component.head.name for component in posterior.components] == ["head", "1"]
     assert mola.fit(first, LOADER, head="head").components[0].head.name == "head"
-    with pytest.raises(HeadError, match=r"networks\[1\].*'head'.*no module with this name"):
+    with pytest.raises(HeadError, match=r"networks\[1\].*'head'.*is not a module"):
         mola.fit([first, second], LOADER, head="head")
 
 

@@ -355,7 +355,7 @@ def test_what_does_not_apply_to_regression_is_refused():
         ("'mc' does not apply", lambda: fit(nets, [(x, y)], link="mc")),
         ("no class probabilities", lambda: posterior.predict_proba(np.zeros((1, 3)))),
         ("noise is unknown", lambda: fit(nets, [x])),
-        ("expected one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
+        ("one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
         ("got None", lambda: posterior.with_noise(None)),
         ("has no noise", lambda: mola.ensemble(nets).with_noise(0.1)),
         ("return only means", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),

@@ -196,10 +196,10 @@ def test_scripted_and_quantised_networks_are_refused_with_the_reason():
 
 
 NAMED = {
-    "classifier": r"'classifier'.*no module with this name.*'head', 'auxiliary'",
+    "classifier": r"'classifier'.*is not a module.*'head', 'auxiliary'",
     "body.1": r"'body\.1' is a Tanh, not an nn\.Linear.*'head', 'auxiliary'",
     "": r"'' is a Wrap, not an nn\.Linear",
-    "auxiliary": r"'auxiliary' was passed.*output of layer 'head'.*head='head'.*None",
+    "auxiliary": r"head 'auxiliary' was passed.*output of layer 'head'.*head='head'.*None",
 }
 
 

@@ -87,7 +87,7 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path, posterior):
     for wrong, arguments, words in (
         (posterior, {"evaluation": both}, "alone"),
         (posterior, {"classes": ["a", "b"]}, "3 different names"),
-        (posterior, {"tokenizer": str}, "tokenizer: expected an object with a save_pretrained method"),
+        (posterior, {"tokenizer": str}, "tokenizer must be an object with a save_pretrained method"),
         (mola.ensemble(posterior.networks), {}, "plain ensemble"),
         (build(), {}, "Sequential"),
     ):

@@ -135,7 +135,7 @@ BAD = {
     "a function alone": (lambda: mola.Mixture(sharp), OptionError, r"callable"),
     "wrong word": (lambda: mola.Mixture([sharp], "evidence"), OptionError, r"'uniform', or numbers .*; got 'evidence'"),
     "sum 2": (lambda: mola.Mixture([sharp, flat], [1, 1]), OptionError, r"sum to 1.*sum is 2"),
-    "too many weights": (lambda: mola.Mixture([sharp], [0.5, 0.5]), OptionError, r"expected 1 number, .*got 2"),
+    "too many weights": (lambda: mola.Mixture([sharp], [0.5, 0.5]), OptionError, r"must be 1 number, .*got 2"),
     "negative": (lambda: mola.Mixture([sharp, flat], [-1, 2]), OptionError, r"not negative"),
     "logits": (lambda: mola.Mixture([flat, logits]), DataError, r"predictors\[1\].*mola\.ensemble or mola\.fit"),
     "a network": (lambda: mola.Mixture([flat, make_network()]), DataError, r"predictors\[1\].*mola\.ensemble"),

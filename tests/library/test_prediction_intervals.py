@@ -70,7 +70,7 @@ def test_wrong_use_is_refused():
         (DataError, r"mola\.prediction_sets", {"prediction": torch.zeros(50, 2)}),
         (DataError, r"shape \(50, 2\).*got shape \(49, 2\)", {"targets": targets[1:]}),
         (DataError, "too few for a coverage", {"coverage": 0.99}),
-        (OptionError, "needs method='normalised'", {"joint": True}),
+        (OptionError, "method must be 'normalised'", {"joint": True}),
         (OptionError, "method must be", {"method": "cqr"}),
         (DataError, "positive", {"prediction": mixture(targets[None], 0 * targets), "method": "normalised"}),
     ):

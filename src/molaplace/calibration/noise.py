@@ -77,7 +77,7 @@ def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPredi
         with located(place):
             given = part._targets(batch.labels)
         if not bool(torch.isfinite(given).all()):
-            raise DataError(f"{place}: expected finite targets. Remove rows without a target.")
+            raise DataError("expected finite targets. Remove rows without a target.", place=place)
         parts.append(part)
         targets.append(given)
     return RegressionPrediction.concatenate(parts), torch.cat(targets)

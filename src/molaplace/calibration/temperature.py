@@ -49,8 +49,9 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
         raise DataError(
-            f"logits: expected shape (members, data, classes) with at least one datum and 2 classes, got {logits.dtype} of shape "
-            f"{tuple(logits.shape)}."
+            f"must be shape (members, data, classes) with at least one datum and 2 classes, got {logits.dtype} of shape "
+            f"{tuple(logits.shape)}.",
+            argument="logits",
         )
     members = to_float64(logits.detach())
     check_finite(members.flatten(0, 1)[:, :0], members.flatten(0, 1))

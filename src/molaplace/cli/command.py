@@ -45,7 +45,9 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
         try:
             function(options)
         except MolaError as error:
-            error.args = (in_flags(str(error), declared),)
+            error.message = in_flags(str(error), declared)
+            error.argument = None
+            error.place = None
             raise
         except KeyboardInterrupt:
             sys.stderr.write(f"molaplace: stopped. {stopped}\n")

@@ -253,4 +253,4 @@ def _naming(option: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise OptionError(f"{option}: {error}") from error
+        raise OptionError(str(error), place=option) from error

@@ -405,7 +405,7 @@ def _answers_at(fitted: PosteriorFolder, rate: float, tally: Tally, outlying: Te
     try:
         threshold = make_decisions(fitted, error_rate=rate).answer
     except OptionError as error:
-        return AnswerResult(rate, CERTAINTY, None, why=str(error).removeprefix("--error-rate: "))
+        return AnswerResult(rate, CERTAINTY, None, why=error.message)
     assert threshold is not None
     answered = (tally["confidence"] > float(threshold)) & ~outlying
     wrong = float(1 - tally["correct"][answered].mean()) if bool(answered.any()) else None

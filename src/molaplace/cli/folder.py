@@ -142,7 +142,7 @@ def open_posterior(
         built = build_networks(network or job.network, job.weights, classes=result["outputs"])
         posterior = load_posterior(path, built.networks)
     except (OptionError, StorageError) as error:
-        if isinstance(error, StorageError) and not str(error).startswith("networks["):  # the files are damaged
+        if isinstance(error, StorageError) and error.place is None:  # the files are damaged
             raise
         raise type(error)(
             f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}. Restore these files, or fit "

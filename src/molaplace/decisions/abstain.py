@@ -137,11 +137,12 @@ def abstain_threshold(
     certain = check_share(certainty, "certainty", "95 % is 0.95.")
     scores, wrong = calibration.confidence, ~calibration.correct
     if score is not None:
-        scores = as_numbers(score, "score: expected one number for each data point")
+        scores = as_numbers(score, "score")
         if scores.shape != wrong.shape or bool(scores.isnan().any()):
             raise DataError(
-                f"score: expected one number for each of the {len(wrong)} data points, none of them NaN; got shape "
-                f"{tuple(scores.shape)} with {int(scores.isnan().sum())} NaN."
+                f"must be one number for each of the {len(wrong)} data points, none of them NaN; got shape "
+                f"{tuple(scores.shape)} with {int(scores.isnan().sum())} NaN.",
+                argument="score",
             )
     found = _walk(scores, wrong, rate, 1 - certain)
     if found is None:

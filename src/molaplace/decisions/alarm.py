@@ -37,11 +37,12 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     """
     if isinstance(scores, (Prediction, RegressionPrediction)):
         scores = scores.ood_score
-    values = as_numbers(scores, "scores: expected one number for each validation data point")
+    values = as_numbers(scores, "scores")
     if values.ndim != 1 or bool(values.isnan().any()):
         raise DataError(
-            f"scores: expected one number for each validation data point, none of them NaN; got shape {tuple(values.shape)} with "
-            f"{int(values.isnan().sum())} NaN."
+            f"must be one number for each validation data point, none of them NaN; got shape {tuple(values.shape)} with "
+            f"{int(values.isnan().sum())} NaN.",
+            argument="scores",
         )
     count, rate = len(values), check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     if count < data_needed(rate):

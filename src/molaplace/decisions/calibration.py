@@ -25,7 +25,7 @@ SUM_TOLERANCE = 1e-3
 def probs_of(prediction: Any) -> Tensor:
     """Convert a `mola.Prediction`, or a tensor or array from any library, to probabilities (n, C) in float64 on the CPU."""
     given = prediction.probs if hasattr(prediction, "probs") else prediction
-    probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
+    probs = as_numbers(given, "prediction")
     if probs.ndim != 2 or probs.shape[1] < 2:
         raise DataError(f"expected probabilities (n, C) for at least two classes; got shape {tuple(probs.shape)}.")
     # These comparisons are False for nan, so nan is rejected.
@@ -75,14 +75,17 @@ class Calibration:
             return prediction
         probs = probs_of(prediction)
         count, classes = probs.shape
-        given = as_numbers(labels, "labels: expected one class index for each prediction")
+        given = as_numbers(labels, "labels")
         if given.shape != (count,):
             raise DataError(
-                f"labels: expected one class index for each of the {count} predictions; got shape {tuple(given.shape)}."
+                f"must be one class index for each of the {count} predictions; got shape {tuple(given.shape)}.",
+                argument="labels",
             )
         wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
         if bool(wrong.any()):
-            raise DataError(f"labels: expected integers from 0 to {classes - 1}; got {float(given[wrong][0]):g}.")
+            raise DataError(
+                f"must be integers from 0 to {classes - 1}; got {float(given[wrong][0]):g}.", argument="labels"
+            )
         known, (above, rank) = given.long(), ranked(probs)
         true = known[:, None]
         return cls(

@@ -91,14 +91,16 @@ def prediction_intervals(
     one_of(method, METHODS, "method")
     if joint and method != "normalised":
         raise OptionError(
-            "joint=True needs method='normalised'. Outputs may have different units, and only normalised scores have no unit."
+            "must be 'normalised' for joint=True: outputs may have different units, and only normalised scores have no unit.",
+            argument="method",
         )
     low, high, scale = _ends(prediction, method, share)
-    known = as_numbers(targets, "targets: expected numbers")
+    known = as_numbers(targets, "targets")
     known = known[:, None] if known.ndim == 1 and low.shape[1] == 1 else known
     if known.shape != low.shape or not bool(known.isfinite().all()):
         raise DataError(
-            f"targets: expected finite values of shape {tuple(low.shape)}, matching the predictions; got shape {tuple(known.shape)}."
+            f"must be finite values of shape {tuple(low.shape)}, matching the predictions; got shape {tuple(known.shape)}.",
+            argument="targets",
         )
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
@@ -114,11 +116,11 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
             f"classes, use mola.prediction_sets."
         )
     if method == "quantile":
-        low, high = (as_numbers(end, "expected intervals of numbers") for end in prediction.interval(coverage))
+        low, high = (as_numbers(end, "prediction.interval(level)") for end in prediction.interval(coverage))
         scale = torch.ones_like(low)
     else:
-        low = high = as_numbers(prediction.mean, "expected a numeric mean")
-        scale = as_numbers(prediction.variance, "expected a numeric variance").sqrt()
+        low = high = as_numbers(prediction.mean, "prediction.mean")
+        scale = as_numbers(prediction.variance, "prediction.variance").sqrt()
     shaped = low.ndim == 2 and low.shape == high.shape == scale.shape
     if not shaped or not bool(
         (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()

@@ -33,7 +33,7 @@ def check_share(value: Any, name: str, example: str) -> float:
     except (TypeError, ValueError):
         share = math.nan
     if not 0 < share < 1:
-        raise OptionError(f"{name} must be above 0 and below 1, got {value!r}. {example}")
+        raise OptionError(f"must be above 0 and below 1, got {value!r}. {example}", argument=name)
     return share
 
 
@@ -65,12 +65,12 @@ def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
     return conformal_quantiles(scores, rate)
 
 
-def as_numbers(values: Any, what: str) -> Tensor:
-    """Convert a tensor, array or list to float64 on the CPU; error messages begin with `what`."""
+def as_numbers(values: Any, argument: str) -> Tensor:
+    """Convert a tensor, array or list to float64 on the CPU."""
     if isinstance(values, Tensor):
         return values.detach().cpu().double()
     try:
         # Copy the values, because torch rejects arrays that are reversed, read-only or in another byte order.
         return torch.from_numpy(np.array(values, dtype=np.float64, order="C"))
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what}, got a {type(values).__name__} ({error}).") from error
+        raise DataError(f"must be numbers, got a {type(values).__name__} ({error}).", argument=argument) from error

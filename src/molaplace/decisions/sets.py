@@ -134,10 +134,11 @@ def prediction_sets(
         one_of(by, ("class",), "by", "None")
     if method == "lac" and randomised:
         raise OptionError(
-            "the method 'lac' cannot be randomised, because its sets have no last class to drop at random. Use 'aps' or 'raps'."
+            "'lac' cannot be randomised, because its sets have no last class to drop at random. Use 'aps' or 'raps'.",
+            argument="method",
         )
     if not is_real(penalty) or not 0 <= penalty < math.inf:
-        raise OptionError(f"penalty must be a non-negative number; got {penalty!r}.")
+        raise OptionError(f"must be a non-negative number; got {penalty!r}.", argument="penalty")
     whole_number(free, "free", 0)
     strength, ranks = (float(penalty), free) if method == "raps" else (0.0, 0)
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None

@@ -129,8 +129,9 @@ def evaluate(
     """
     if not isinstance(predictors, Mapping) and not callable(predictors):
         raise OptionError(
-            f"predictors: expected one predictor or a dict that maps names to predictors, such as {{'a': a, 'b': b}}; got "
-            f"{type(predictors).__name__}."
+            f"must be one predictor or a dict that maps names to predictors, such as {{'a': a, 'b': b}}; got "
+            f"{type(predictors).__name__}.",
+            argument="predictors",
         )
     name = getattr(predictors, "__name__", type(predictors).__name__)
     named = dict(predictors) if isinstance(predictors, Mapping) else {name: predictors}
@@ -157,10 +158,10 @@ def evaluate(
                     mixture, loader, f"{data} loader", labelled=data in labelled
                 )
             except DataError as error:
-                message = str(error).removeprefix(
-                    "predictors[0]: "
-                )  # remove the index, because a `_Callable` has only one predictor
-                raise DataError(f"predictor {predictor!r} on the {data} loader: {message}") from error
+                location = f"predictor {predictor!r} on the {data} loader"
+                # A `_Callable` has only one predictor, whose index says nothing.
+                error.place = location if error.place in (None, "predictors[0]") else f"{location}, {error.place}"
+                raise
             inliers = found if inliers is None else inliers
             measured = _metrics(scored) if data in labelled else _against(inliers, found)
             rows[predictor, data] = {name: Estimate.of(one) for name, one in measured.items()}
@@ -172,7 +173,8 @@ def evaluate(
 def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[Any]]:
     if loaders is not None and not isinstance(loaders, Mapping):
         raise OptionError(
-            f"{argument}: expected a dict that maps names to loaders, such as {{{example!r}: loader}}; got {type(loaders).__name__}."
+            f"must be a dict that maps names to loaders, such as {{{example!r}: loader}}; got {type(loaders).__name__}.",
+            argument=argument,
         )
     return dict(loaders or {})
 
@@ -186,7 +188,8 @@ class _Callable(Mixture):
         named = found if isinstance(found, Mapping) else {"probs": found}
         if "probs" not in named:
             raise DataError(
-                f"{place}: expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(named)}."
+                f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(named)}.",
+                place=place,
             )
         checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
         if "ood_score" not in named:

@@ -50,17 +50,21 @@ class Signature:
             kind, tensors = "tuple", dict(zip(names, example, strict=True))
         if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise DataError(
-                f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
-                f"{type(example).__name__} of {[type(value).__name__ for value in tensors.values()]}."
+                f"must be one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
+                f"{type(example).__name__} of {[type(value).__name__ for value in tensors.values()]}.",
+                argument="example",
             )
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
             raise DataError(
-                f"example: expected tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}."
+                f"must be tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}.",
+                argument="example",
             )
         for name, value in tensors.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError(f"example: {name} contains NaN or infinite values. Pass a batch of valid inputs.")
+                raise DataError(
+                    f"must be a batch of valid inputs, but {name} contains NaN or infinite values.", argument="example"
+                )
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
@@ -73,7 +77,7 @@ class Signature:
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             expected = "one tensor" if self.kind == "tensor" else f"a {self.kind} of tensors"
             raise DataError(
-                f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
+                f"must be {expected} for {', '.join(self.names)}; got {type(inputs).__name__}.", argument="inputs"
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
@@ -122,11 +126,12 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
         raise OptionError(
-            f"outputs: expected one or more of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
-            f"{did_you_mean(unknown[0], known) if unknown else ''}"
+            f"must be one or more of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
+            f"{did_you_mean(unknown[0], known) if unknown else ''}",
+            argument="outputs",
         )
     if "distance" in wanted and not posterior.has_distances:
-        raise OptionError(f"outputs: 'distance' is not available: {posterior.why_no_distances()}")
+        raise OptionError(f"cannot contain 'distance': {posterior.why_no_distances()}", argument="outputs")
     return tuple(name for name in known if name in wanted)
 
 

@@ -198,15 +198,17 @@ def trace(
     """
     if not isinstance(posterior, MoLA):
         raise OptionError(
-            f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
+            f"must be a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
             f"posteriors can be exported; other mixtures need gradients or sampled weights to predict. Pass the networks to "
-            f"mola.fit, or a trained Mimo to molaplace_lab.mimo.mimo_mola."
+            f"mola.fit, or a trained Mimo to molaplace_lab.mimo.mimo_mola.",
+            argument="posterior",
         )
     outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])
     if preparation is not None and len(signature.names) != 1:
         raise OptionError(
-            f"preparation: expected networks with a single input, got the inputs {', '.join(signature.names)}."
+            f"must be networks with a single input, got the inputs {', '.join(signature.names)}.",
+            argument="preparation",
         )
     if float16:
         posterior = _in_half_precision(posterior)
@@ -219,7 +221,8 @@ def trace(
         names = [str(name) for name in (range(count) if classes is None else classes)]
         if len(names) != count or len(set(names)) != count or isinstance(classes, str):
             raise OptionError(
-                f"classes: expected {count} different names, one for each output of the networks; got {classes!r}."
+                f"must be {count} different names, one for each output of the networks; got {classes!r}.",
+                argument="classes",
             )
         # Trace with two rows, because torch.export treats a size of 1 as a constant.
         program = _program(

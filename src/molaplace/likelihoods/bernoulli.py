@@ -85,11 +85,12 @@ class Bernoulli(ClassificationLikelihood):
             if labels.dim() == 1 and len(labels) == count:
                 remedy = " For class indices, use likelihood='categorical'. For multi-label data, pass 0 or 1 for each label."
             raise DataError(
-                f"{where}: expected labels of shape ({count}, {width}), with 0 or 1 for each output; got shape "
-                f"{tuple(labels.shape)}.{remedy}"
+                f"expected labels of shape ({count}, {width}), with 0 or 1 for each output; got shape "
+                f"{tuple(labels.shape)}.{remedy}",
+                place=where,
             )
         if labels.is_complex():
-            raise DataError(f"{where}: expected labels that are 0 or 1, got {labels.dtype}.")
+            raise DataError(f"expected labels that are 0 or 1, got {labels.dtype}.", place=where)
         read = labels.to(outputs.device).to(outputs.dtype if outputs.dtype == torch.float64 else torch.float64)
         missing = read.isnan() | (read == MISSING)
         invalid = ~(missing | (read == 0) | (read == 1))
@@ -101,8 +102,9 @@ class Bernoulli(ClassificationLikelihood):
                 else "Soft labels are not supported. Pass 0 or 1, or use -100 or NaN for a missing label."
             )
             raise DataError(
-                f"{where}: labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
-                f"{remedy}"
+                f"labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
+                f"{remedy}",
+                place=where,
             )
         return torch.where(missing, torch.nan, read)
 

@@ -77,7 +77,8 @@ class Categorical(ClassificationLikelihood):
                 if labels.shape == outputs.shape:
                     remedy += " For multi-label data, use likelihood='bernoulli'."
             raise DataError(
-                f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
+                f"expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}",
+                place=where,
             )
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             remedy = "Convert with labels.long()."
@@ -86,7 +87,7 @@ class Categorical(ClassificationLikelihood):
                     f"The labels contain {float(labels[labels != labels.floor()][0]):g}, which is not a class index. For regression, "
                     f"use likelihood='gaussian'."
                 )
-            raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
+            raise DataError(f"expected class indices of an integer type, got {labels.dtype}. {remedy}", place=where)
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
@@ -94,9 +95,10 @@ class Categorical(ClassificationLikelihood):
                 "Class indices start at 0, so pass labels - 1, or remove" if (low, high) == (1, classes) else "Remove"
             )
             raise DataError(
-                f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
+                f"labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
                 f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
-                f"ignore_index={high if high >= classes else low}."
+                f"ignore_index={high if high >= classes else low}.",
+                place=where,
             )
         return labels
 

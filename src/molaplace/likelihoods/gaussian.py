@@ -207,17 +207,18 @@ class Gaussian(RegressionLikelihood):
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
             raise DataError(
-                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs; got shape "
+                f"expected targets of shape ({count}, {width}), one for each of the {width} outputs; got shape "
                 f"{tuple(labels.shape)}. For class indices, use likelihood='categorical'. If half of the outputs are variances, use "
-                f"mola.likelihoods.Gaussian(heteroscedastic=True)."
+                f"mola.likelihoods.Gaussian(heteroscedastic=True).",
+                place=where,
             )
         if given.is_complex():
-            raise DataError(f"{where}: expected real targets, got {labels.dtype}.")
+            raise DataError(f"expected real targets, got {labels.dtype}.", place=where)
         targets = to_float64(given.to(outputs.device))
         if not bool(torch.isfinite(targets).all()):
             row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
             raise DataError(
-                f"{where}: targets must be finite, got {targets[row].tolist()}. Remove rows without a target."
+                f"targets must be finite, got {targets[row].tolist()}. Remove rows without a target.", place=where
             )
         return targets
 
@@ -326,13 +327,17 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
     low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
     if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
         bounds = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
-        raise OptionError(f"{argument} must be a finite number{bounds}, or one such number per output; got {value!r}.")
+        raise OptionError(
+            f"must be a finite number{bounds}, or one such number per output; got {value!r}.", argument=argument
+        )
     return numbers
 
 
 def _expanded(values: Any, width: int, argument: str) -> Tensor:
     if len(values) not in (1, width):
-        raise OptionError(f"{argument}: expected one number, or {width} numbers (one per output); got {len(values)}.")
+        raise OptionError(
+            f"must be one number, or {width} numbers (one per output); got {len(values)}.", argument=argument
+        )
     return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
 
 

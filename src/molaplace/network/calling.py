@@ -53,7 +53,8 @@ def as_batch(raw: Any, where: str) -> Batch:
         inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
         if not inputs:
             raise DataError(
-                f"{where}: expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}."
+                f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
+                place=where,
             )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
@@ -64,8 +65,9 @@ def as_batch(raw: Any, where: str) -> Batch:
             "Pass torch.tensor(...)." if numbers else "Combine several inputs in a tuple: ((first, second), labels)."
         )
         raise DataError(
-            f"{where}: expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
-            f"{type(raw).__name__}{size}. {remedy}"
+            f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
+            f"{type(raw).__name__}{size}. {remedy}",
+            place=where,
         )
     if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
         raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
@@ -74,7 +76,7 @@ def as_batch(raw: Any, where: str) -> Batch:
             labels = torch.as_tensor(labels, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=where
             ) from error
     return Batch(inputs, labels)
 
@@ -97,8 +99,9 @@ def check_loader(loader: Any, where: str) -> None:
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
-            f"the {where}: expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
-            "Pass a DataLoader, or a single batch in a list: [(x, y)]."
+            f"expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
+            "Pass a DataLoader, or a single batch in a list: [(x, y)].",
+            place=f"the {where}",
         )
 
 

@@ -34,7 +34,8 @@ def check_positions(positions: Positions) -> Positions:
     if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
         return positions
     raise OptionError(
-        f"positions must be 'all', 'average' or the number of positions to draw from each input (at least 1), got {positions!r}."
+        f"must be 'all', 'average' or the number of positions to draw from each input (at least 1), got {positions!r}.",
+        argument="positions",
     )
 
 
@@ -89,8 +90,9 @@ class Layout:
         if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
             remedy = " Use nearest-neighbour interpolation to resize the labels to the size of the outputs."
         raise DataError(
-            f"{where}: expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
-            f"labels of shape {tuple(labels.shape)}.{remedy}"
+            f"expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
+            f"labels of shape {tuple(labels.shape)}.{remedy}",
+            place=where,
         )
 
 

@@ -245,8 +245,9 @@ def find_head(
         likelihood.check_outputs(some, [(head.name, outputs.shape)])
     if expected is not None and head.layer is not expected:
         raise HeadError(
-            f"head={name!r} was passed, but the network's output is the output of layer {head.name!r}. "
-            f"Pass head={head.name!r}, or pass None to find the head automatically."
+            f"{name!r} was passed, but the network's output is the output of layer {head.name!r}. "
+            f"Pass head={head.name!r}, or pass None to find the head automatically.",
+            argument="head",
         )
     return head
 
@@ -296,22 +297,22 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     The name is dotted, as in `named_modules`. An empty name refers to the network itself.
     """
     if not isinstance(name, str):
-        raise HeadError(f"head must be the dotted name of a layer, such as 'fc'; got {name!r}.")
+        raise HeadError(f"must be the dotted name of a layer, such as 'fc'; got {name!r}.", argument="head")
     modules = _named_layers(network)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         raise HeadError(
-            f"head={name!r}: the network has no module with this name. Its linear layers are {linear[-8:]}."
+            f"{name!r} is not a module of the network. Its linear layers are {linear[-8:]}.", argument="head"
         )
     layer = modules[name]
     if not isinstance(layer, Layer):
         raise HeadError(
-            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are "
-            f"{linear[-8:]}."
+            f"{name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}.",
+            argument="head",
         )
     reason = _why_not_linear(layer)
     if reason is not None:
-        raise HeadError(f"head={name!r} {reason}")
+        raise HeadError(f"{name!r} {reason}", argument="head")
     return Head(name, layer)
 
 

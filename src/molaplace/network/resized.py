@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from molaplace.errors import DataError, OptionError
-from molaplace.options import one_of
+from molaplace.options import one_of, whole_number
 
 
 class Resized(nn.Module):
@@ -41,14 +41,13 @@ class Resized(nn.Module):
         interpolation: str = "bilinear",
     ) -> None:
         super().__init__()
-        if size < 1 or not 0 < crop <= 1:
-            raise OptionError(
-                f"size must be at least 1, and crop must be above 0 and at most 1; got size={size} and crop={crop}."
-            )
+        whole_number(size, "size")
+        if not 0 < crop <= 1:
+            raise OptionError(f"must be above 0 and at most 1, got {crop!r}.", argument="crop")
         one_of(interpolation, ("bilinear", "bicubic"), "interpolation")
         means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
         if not bool((stds > 0).all()):
-            raise OptionError(f"every value of std must be above 0, got {std}.")
+            raise OptionError(f"must be above 0 in every channel, got {std}.", argument="std")
         self.network: nn.Module = network
         self.size: int = size
         self.crop: float = crop

@@ -41,7 +41,8 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
         chosen = name
     else:
         raise OptionError(
-            f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}."
+            f"must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}.",
+            argument="rule",
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
 
@@ -50,12 +51,17 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
 
     if not applies(chosen):
         known = ", ".join(repr(one) for one, kind in RULES.items() if applies(kind))
-        raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.")
+        raise OptionError(
+            f"{label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.", argument="rule"
+        )
     needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:
         raise OptionError(
-            f"rule {label} needs validation data. Pass val_loader, or use the rule 'evidence', which needs no validation data."
+            f"{label} needs validation data. Pass val_loader, or use the rule 'evidence', which needs no validation data.",
+            argument="rule",
         )
     if not needs_data and data is not None:
-        raise OptionError(f"rule {label} uses only the training data. Omit val_loader, or choose another rule.")
+        raise OptionError(
+            f"{label} uses only the training data. Omit val_loader, or choose another rule.", argument="rule"
+        )
     return chosen

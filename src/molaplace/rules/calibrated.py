@@ -93,8 +93,9 @@ class Calibrated(Rule):
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
             raise OptionError(
-                f"price must be a number between 0 and 1, got {self.price!r}. With a price of 0.01, the validation log loss may rise "
-                f"by up to 1 %."
+                f"must be a number between 0 and 1, got {self.price!r}. With a price of 0.01, the validation log loss may rise "
+                f"by up to 1 %.",
+                argument="price",
             )
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:

@@ -60,9 +60,10 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
                     f"Other networks agree with the labels, so leave out networks[{index}], or reorder its outputs."
                 )
             raise DataError(
-                f"the {where}: the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
+                f"the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
                 f"labels agree with this network, but {moved:.1%} would agree in this order (label -> output): "
-                f"{order}{', ...' if len(matched) > 20 else ''}. {advice}"
+                f"{order}{', ...' if len(matched) > 20 else ''}. {advice}",
+                place=f"the {where}",
             )
 
 
@@ -92,6 +93,7 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     order = best.indices.tolist()
     if float((best.values - correlation.diagonal()).mean()) > CLEAR and len(set(order)) == labels.shape[1]:
         raise DataError(
-            f"the {where}: the labels seem to be in a different order from the networks' outputs. The columns match the outputs "
-            f"{order[:20]}{'...' if len(order) > 20 else ''}. Reorder the columns to match the outputs."
+            f"the labels seem to be in a different order from the networks' outputs. The columns match the outputs "
+            f"{order[:20]}{'...' if len(order) > 20 else ''}. Reorder the columns to match the outputs.",
+            place=f"the {where}",
         )

@@ -60,13 +60,16 @@ class Distance(Rule):
         named = self.price is None or self.price == "loss"
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             raise OptionError(
-                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
-                f"log loss may rise by up to 2 %."
+                f"must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
+                f"log loss may rise by up to 2 %.",
+                argument="price",
             )
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
         elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
-            raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
+            raise OptionError(
+                f"must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.", argument="rule"
+            )
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True for every likelihood. For regression, the rule multiplies standard deviations instead of dividing logits."""
@@ -75,10 +78,12 @@ class Distance(Rule):
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision, temperature and distance exponent."""
         if not posterior.has_distances:
-            raise OptionError(f"rule 'distance': {posterior.why_no_distances()}")
+            raise OptionError(f"'distance': {posterior.why_no_distances()}", argument="rule")
         first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         if not getattr(first, "applies_to", lambda _: True)(posterior.likelihood):
-            raise OptionError(f"rule {self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.")
+            raise OptionError(
+                f"{self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.", argument="rule"
+            )
         base = first(posterior, data if getattr(first, "needs_data", True) else None)
         start = posterior.tuned(base)
 
@@ -94,8 +99,9 @@ class Distance(Rule):
         else:
             if isinstance(self.price, str):
                 raise OptionError(
-                    f"price {self.price!r} is for classification only. For regression, give the price in nats of log loss per "
-                    f"output, for example 0.01."
+                    f"{self.price!r} is for classification only. For regression, give the price in nats of log loss per "
+                    f"output, for example 0.01.",
+                    argument="price",
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])

@@ -84,7 +84,7 @@ class HeldOut:
         targets = self.gather(self.likelihood.targets(self.labels))
         predicted = [self.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
         if not bool((targets >= 0).any()):
-            raise DataError(f"the {self.where}: every label is missing. At least one label is needed.")
+            raise DataError("every label is missing. At least one label is needed.", place=f"the {self.where}")
         if self.likelihood.mutually_exclusive:
             check_class_order(targets, predicted, self.where)
         else:

@@ -73,13 +73,16 @@ class Threshold(Rule):
 
     def __post_init__(self) -> None:
         if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
-            raise OptionError(f"confidence must lie between 0 and 1, got {self.confidence!r}. For 95 %, pass 0.95.")
+            raise OptionError(
+                f"must lie between 0 and 1, got {self.confidence!r}. For 95 %, pass 0.95.", argument="confidence"
+            )
         if not (is_real(self.margin) and -1 <= self.margin <= 1):
             raise OptionError(
-                f"margin must lie between -1 and 1, got {self.margin!r}. For one percentage point, pass 0.01."
+                f"must lie between -1 and 1, got {self.margin!r}. For one percentage point, pass 0.01.",
+                argument="margin",
             )
         if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
-            raise OptionError(f"brier must lie between 0 and 2, got {self.brier!r}.")
+            raise OptionError(f"must lie between 0 and 2, got {self.brier!r}.", argument="brier")
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
@@ -232,7 +235,7 @@ class Outliers(Rule):
 
     def __post_init__(self) -> None:
         if not (is_real(self.weight) and 0 <= self.weight < math.inf):
-            raise OptionError(f"weight must be finite and non-negative, got {self.weight!r}.")
+            raise OptionError(f"must be finite and non-negative, got {self.weight!r}.", argument="weight")
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""

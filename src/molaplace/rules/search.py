@@ -143,7 +143,7 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         values = ()
     if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        raise OptionError(f"grid must contain finite numbers above 0, got {grid!r}.")
+        raise OptionError(f"must contain finite numbers above 0, got {grid!r}.", argument="grid")
     return values
 
 

@@ -62,7 +62,8 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert head is not None  # every component with a last layer has a head
         if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
             raise StorageError(
-                f"networks[{index}]: the weights of head {head.name!r} have changed since the posterior was fitted. Fit again."
+                f"the weights of head {head.name!r} have changed since the posterior was fitted. Fit again.",
+                place=f"networks[{index}]",
             )
         described = {name: getattr(head, name) for name in HEAD}
         return {"head": described, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
@@ -209,6 +210,7 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
         if found != expected:
             hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
             raise StorageError(
-                f"networks[{index}]: the weights differ from the saved weights in their names, shapes, precision "
-                f"or values.{hint} {remedy}"
+                f"the weights differ from the saved weights in their names, shapes, precision "
+                f"or values.{hint} {remedy}",
+                place=f"networks[{index}]",
             )

@@ -51,8 +51,9 @@ def check_precision(value: float) -> float:
         number = math.nan
     if not SMALLEST <= number <= LARGEST:
         raise OptionError(
-            f"prior_precision must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
-            f"Gaussian prior. For predictions without covariance, use mola.ensemble."
+            f"must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
+            f"Gaussian prior. For predictions without covariance, use mola.ensemble.",
+            argument="prior_precision",
         )
     return number
 

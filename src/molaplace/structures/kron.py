@@ -53,7 +53,7 @@ class Kron(Structure):
     def __post_init__(self) -> None:
         beta = self.running_average
         if beta is not None and not (is_real(beta) and 0 < beta < 1):
-            raise OptionError(f"running_average must lie between 0 and 1, or be None; got {beta!r}.")
+            raise OptionError(f"must lie between 0 and 1, or be None; got {beta!r}.", argument="running_average")
 
     @property
     def additive(self) -> bool:  # type: ignore[override]

@@ -136,7 +136,8 @@ def _check_structure(structure: str | None, subnetwork: float | None) -> str:
         return one_of("kron" if structure is None else structure, ("kron", "diag", "full"), "structure")
     if structure not in (None, "full"):
         raise OptionError(
-            f"a subnetwork always has a full covariance. Omit structure or pass 'full'; got {structure!r}."
+            f"must be 'full' or None for a subnetwork, which always has a full covariance; got {structure!r}.",
+            argument="structure",
         )
     return "full"
 
@@ -147,7 +148,8 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
     if type(subnetwork) is float and 0 < subnetwork < 1:
         return max(1, round(subnetwork * weights))
     raise OptionError(
-        f"subnetwork must be a number of weights from 1 to {weights}, or a fraction between 0 and 1; got {subnetwork!r}."
+        f"must be a number of weights from 1 to {weights}, or a fraction between 0 and 1; got {subnetwork!r}.",
+        argument="subnetwork",
     )
 
 

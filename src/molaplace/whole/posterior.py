@@ -193,8 +193,9 @@ class WholeMoLA(MoLA):
         data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
         if sum(size for _, size in kept) != len(data):
             raise DataError(
-                f"the {where}: expected one row of logits for each datum, got {len(data)} rows for {sum(size for _, size in kept)} "
-                f"data. The first dimension of every input must be the batch dimension."
+                f"expected one row of logits for each datum, got {len(data)} rows for {sum(size for _, size in kept)} "
+                f"data. The first dimension of every input must be the batch dimension.",
+                place=f"the {where}",
             )
         return HeldInputs(**vars(data), batches=kept, components=self.components, most=self._most())
 

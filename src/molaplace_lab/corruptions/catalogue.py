@@ -113,16 +113,20 @@ def corrupt(
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"
     one_of(corruption, IMAGENET_CORRUPTIONS if large else CORRUPTIONS, "corruption")
     if severity not in (0, *SEVERITIES):
-        raise OptionError(f"severity must be a whole number from 1 to 5, or 0 for unchanged images; got {severity!r}.")
+        raise OptionError(
+            f"must be a whole number from 1 to 5, or 0 for unchanged images; got {severity!r}.", argument="severity"
+        )
     shape = tuple(pixels.shape)
     if pixels.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
         raise DataError(
-            "pixels must be unnormalised colour images of shape (n, 3, side, side) and type uint8; "
-            f"got shape {shape} and type {pixels.dtype}."
+            "must be unnormalised colour images of shape (n, 3, side, side) and type uint8; "
+            f"got shape {shape} and type {pixels.dtype}.",
+            argument="pixels",
         )
     if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
         raise DataError(
-            f"images must be square, with a side of at least {LEAST_SIDE} pixels; got {shape[2]} x {shape[3]}. Crop them."
+            f"must be square, with a side of at least {LEAST_SIDE} pixels; got {shape[2]} x {shape[3]}. Crop them.",
+            argument="images",
         )
     if severity == 0 or len(pixels) == 0:
         return pixels

@@ -14,7 +14,8 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
     """Split a test set at random into `validation` images for tuning and the remaining images for testing, as in the paper."""
     if not 0 < validation < len(images):
         raise OptionError(
-            f"validation must be between 1 and {len(images) - 1} for a set of {len(images)} images; got {validation}."
+            f"must be between 1 and {len(images) - 1} for a set of {len(images)} images; got {validation}.",
+            argument="validation",
         )
     sizes = [validation, len(images) - validation]
     places: Sequence[int] = range(len(images))

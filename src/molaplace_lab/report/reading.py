@@ -174,7 +174,7 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
         except StorageError as error:
             warnings.append(f"A record was left out, so its method lacks a run: {error}")
     if not records and warnings:
-        raise StorageError(f"{place}: none of the {len(warnings)} records can be read. {warnings[0]}")
+        raise StorageError(f"none of the {len(warnings)} records can be read. {warnings[0]}", place=str(place))
     if not records:
         raise StorageError(f"{place} contains no records. Run `python -m molaplace_lab bench {suite}` first.")
     return records, warnings

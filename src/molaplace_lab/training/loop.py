@@ -176,7 +176,8 @@ def train_epoch(
             if not math.isfinite(losses[-1]):  # stop before a step that would corrupt the weights
                 if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
                     raise DataError(
-                        f"{place}: expected finite inputs, got NaN or infinite values. Remove or repair these inputs."
+                        "expected finite inputs, got NaN or infinite values. Remove or repair these inputs.",
+                        place=place,
                     )
                 break
             loss.backward()  # type: ignore[no-untyped-call]

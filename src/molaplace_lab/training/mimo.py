@@ -71,7 +71,8 @@ def train_mimo(
     epochs, repetition = whole_number(epochs, "epochs"), whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:
         raise OptionError(
-            f"input_repetition must be between 0 (independent orders) and 1 (one order for all members); got {input_repetition!r}."
+            f"must be between 0 (independent orders) and 1 (one order for all members); got {input_repetition!r}.",
+            argument="input_repetition",
         )
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})
@@ -98,7 +99,8 @@ def train_mimo(
         inputs, labels = batch
         if not isinstance(inputs, Tensor) or inputs.dim() < 2 or labels is None or len(labels) != len(inputs):
             raise DataError(
-                f"{place}: expected (inputs, labels) with one tensor (n, channels, ...) as inputs and a label for each input."
+                "expected (inputs, labels) with one tensor (n, channels, ...) as inputs and a label for each input.",
+                place=place,
             )
         rows = member_rows(len(inputs), mimo.members, repetition, input_repetition)
         features = run(mimo.trunk.network, stack_inputs([inputs[own.to(inputs.device)] for own in rows]))

@@ -77,9 +77,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "learning_rate"):
             if not getattr(self, name) > 0:
-                raise OptionError(f"{name} must be above 0, got {getattr(self, name):g}.")
+                raise OptionError(f"must be above 0, got {getattr(self, name):g}.", argument=name)
         if not self.weight_decay >= 0:
-            raise OptionError(f"weight_decay must be at least 0, got {self.weight_decay:g}.")
+            raise OptionError(f"must be at least 0, got {self.weight_decay:g}.", argument="weight_decay")
         one_of(self.optimiser, OPTIMISERS, "optimiser")
 
     def describe(self) -> dict[str, Any]:

@@ -77,12 +77,12 @@ def fit_swag(
         )
     epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
     if not (is_real(learning_rate) and math.isfinite(learning_rate) and learning_rate > 0):
-        raise OptionError(f"learning_rate must be a finite number above 0, got {learning_rate!r}.")
+        raise OptionError(f"must be a finite number above 0, got {learning_rate!r}.", argument="learning_rate")
     if whole_number(rank, "rank", 0) == 1:
-        raise OptionError("rank must be 0 (for the diagonal form) or at least 2; got 1.")
+        raise OptionError("must be 0 (for the diagonal form) or at least 2; got 1.", argument="rank")
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
-        raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")
+        raise OptionError(f"must be a finite number of at least 0, got {scale!r}.", argument="scale")
     # Each epoch's random state depends only on the seed and the epoch's index, so interruptions do not change the result.
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     settings = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
