@@ -93,9 +93,9 @@ def test_degrees_of_any_size_beside_any_prior(degree, prior):
     curvature = KNOWN["kron-diag"]().solve(sums)
     expected = (1 - 1 / classes) / (count**0.5 * degree * classes / (classes - 1) + prior**0.5)
     truth = torch.full((classes,), expected)
-    assert relative(curvature.class_variance(prior, centred=True), truth) < 1e-12
+    assert relative(curvature.output_variance(prior, centred=True), truth) < 1e-12
     assert relative(curvature.class_matrix(prior, centred=True).diagonal(), truth) < 1e-12
-    assert relative(curvature.class_variance(prior), truth + 1 / (classes * prior**0.5)) < 1e-12
+    assert relative(curvature.output_variance(prior), truth + 1 / (classes * prior**0.5)) < 1e-12
 
 
 class TestVeryManyClasses:

@@ -128,8 +128,8 @@ class Curvature(ABC):
 
     def to(self, device: torch.device) -> Self:
         """Return the same curvature on another device."""
-        moved: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        fields: Any = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")}
+        return replace(self, **fields)
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:

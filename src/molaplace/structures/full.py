@@ -23,9 +23,9 @@ from molaplace.structures.base import (
     as_column,
     eigensystem,
     hides_shift,
-    mahalanobis_weights,
     output_bases,
 )
+from molaplace.structures.factors import FeatureFactor
 from molaplace.sums import Sums
 
 
@@ -38,7 +38,8 @@ class Full(Structure):
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
         """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the sum (P, P) of the features' outer products."""
-        sums, width = {"gram": phi.T @ phi}, phi.shape[1]
+        sums = {"gram": phi.T @ phi}
+        width = phi.shape[1]
         if curvature.coupling is not None:
             outputs = curvature.coupling.shape[1]
             scaled = (curvature.coupling[:, :, None] * phi[:, None]).flatten(1)
@@ -49,11 +50,10 @@ class Full(Structure):
 
     def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose the Hessian in the visible directions."""
-        gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
-        assert gram is not None
-        given = coupling if coupling is not None else separate
-        assert given is not None
-        outputs, width = given.shape[:2]
+        coupling = sums.tensors.get("coupling")
+        separate = sums.tensors.get("separate")
+        shape = sums.tensors["separate" if coupling is None else "coupling"].shape
+        outputs, width = shape[:2]
         hessian = torch.zeros(outputs, width, outputs, width, dtype=torch.float64, device="cpu")
         blocks = hessian.diagonal(dim1=0, dim2=2)  # a view of shape (P, P, C)
         if coupling is not None:
@@ -62,12 +62,13 @@ class Full(Structure):
             blocks.copy_(-hessian.sum(2).permute(1, 2, 0))
         if separate is not None:
             blocks += separate.cpu().permute(1, 2, 0)
-        seen, unseen = output_bases(outputs, hidden=hides_shift(sums))
-        size = seen.shape[1] * width
-        reduced = torch.einsum("ir,ipjq,js->rpsq", seen, hessian, seen).reshape(size, size)
+        basis, hidden_basis = output_bases(outputs, hidden=hides_shift(sums))
+        size = basis.shape[1] * width
+        reduced = torch.einsum("ir,ipjq,js->rpsq", basis, hessian, basis).reshape(size, size)
         values, vectors = eigensystem(reduced)
-        rotated = torch.einsum("ir,rpm->ipm", seen, vectors.view(-1, width, size))
-        return FullCurvature(outputs, width, values, rotated, unseen, *eigensystem(gram / sums.count))
+        rotated = torch.einsum("ir,rpm->ipm", basis, vectors.view(-1, width, size))
+        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        return FullCurvature(outputs, width, values, rotated, hidden_basis, feature_factor)
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, the Hessian, its eigenvectors and the eigensolver's workspace."""
@@ -80,10 +81,9 @@ class FullCurvature(Curvature):
 
     values: Tensor
     vectors: Tensor
-    unseen: Tensor
+    hidden_basis: Tensor
     """Hidden output directions (C, C - R), which have no curvature."""
-    feature_values: Tensor
-    feature_vectors: Tensor
+    feature_factor: FeatureFactor
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return the eigenvalues (..., M) of the posterior covariance in the visible directions."""
@@ -94,7 +94,7 @@ class FullCurvature(Curvature):
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
     def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        """Return the prior variance (..., n) of the shift common to all logits."""
+        # Return the prior variance (..., n) of the shift common to all logits.
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -104,7 +104,7 @@ class FullCurvature(Curvature):
         variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
         if centred:
             return variance
-        return variance + self._shift_variance(phi, precision)[..., None] * self.unseen.square().sum(1)
+        return variance + self._shift_variance(phi, precision)[..., None] * self.hidden_basis.square().sum(1)
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """Return `(I x phi)' Sigma (I x phi)`."""
@@ -112,7 +112,9 @@ class FullCurvature(Curvature):
         covariance = (coordinates * self.inverse(precision)) @ coordinates.mT
         if centred:
             return covariance
-        return covariance + self._shift_variance(phi, precision)[:, None, None] * (self.unseen @ self.unseen.T)
+        return covariance + self._shift_variance(phi, precision)[:, None, None] * (
+            self.hidden_basis @ self.hidden_basis.T
+        )
 
     @property
     def noise_size(self) -> int:
@@ -127,23 +129,23 @@ class FullCurvature(Curvature):
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw independent normals in the eigenbasis, with the prior variance in the hidden direction, and rotate them back."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
-        seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
-        hidden = standard_normals((count, self.unseen.shape[1], self.features), generator).to(self.values.device)
-        return seen + self.unseen @ hidden / precision**0.5
+        visible = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
+        hidden = standard_normals((count, self.hidden_basis.shape[1], self.features), generator).to(self.values.device)
+        return visible + self.hidden_basis @ hidden / precision**0.5
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return `sum_m log(l_m + lambda)`, plus `P log(lambda)` for the hidden direction."""
-        hidden = self.unseen.shape[1] * self.features
+        hidden = self.hidden_basis.shape[1] * self.features
         return (self.values + precision).log().sum() + hidden * precision.log()
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
         """Return `sqrt(phi' B^-1 phi)`."""
-        return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
+        return self.feature_factor.mahalanobis(phi)
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
         """Return the diagonal block (P, P) of the covariance for the given output."""
         vectors = self.vectors[output]
-        hidden = self.unseen[output].square().sum() / precision
+        hidden = self.hidden_basis[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(
             self.features, dtype=vectors.dtype, device=vectors.device
         )

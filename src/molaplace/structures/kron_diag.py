@@ -45,16 +45,8 @@ from torch import Tensor
 
 from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator, standard_normals
-from molaplace.structures.base import (
-    Curvature,
-    Precision,
-    Structure,
-    as_column,
-    centred_diagonal,
-    centred_variance,
-    eigensystem,
-)
-from molaplace.structures.kron import FactoredCurvature
+from molaplace.structures.base import Curvature, Precision, Structure, as_column, centred_diagonal, centred_variance
+from molaplace.structures.factors import FeatureFactor, ProductCurvature
 from molaplace.sums import Sums
 
 HALVINGS = 80
@@ -81,13 +73,15 @@ class KronDiag(Structure):
 
     def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose B and find the graph whose degrees are given by the sums."""
-        values, vectors = eigensystem(sums.tensors["gram"] / sums.count)
-        degrees, separate = (sums.tensors.get(name) for name in ("degrees", "separate"))
-        separate = None if separate is None else separate.cpu() / sums.count
-        given = degrees if degrees is not None else separate
-        assert given is not None
-        total, nodes = graph_of_degrees(torch.zeros_like(given) if degrees is None else degrees.cpu() / sums.count)
-        return KronDiagCurvature(len(given), len(values), sums.count, values, vectors, total, nodes, separate)
+        means = {
+            name: tensor.cpu() / sums.count for name, tensor in sums.tensors.items() if name in ("degrees", "separate")
+        }
+        separate = means.get("separate")
+        degrees = means["degrees"] if separate is None else means.get("degrees", torch.zeros_like(separate))
+        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        outputs = len(degrees)
+        features = len(feature_factor.values)
+        return KronDiagCurvature(outputs, features, sums.count, feature_factor, *graph_of_degrees(degrees), separate)
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of the feature factor."""
@@ -106,37 +100,38 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     """
     degrees = degrees.clamp_min(0)
     largest = int(degrees.argmax())
-    most = float(degrees[largest])
-    if most <= 0:
+    largest_degree = float(degrees[largest])
+    if largest_degree <= 0:
         return 0.0, torch.full_like(degrees, 1 / len(degrees))
-    shares = degrees / most
+    relative = degrees / largest_degree
 
-    def roots(part: float, *, other: bool) -> Tensor:
-        # Return the smaller root of each quadratic equation, given part = 4 max(d) / T. If `other` is True, use the larger root for
+    def roots(part: float, *, larger: bool) -> Tensor:
+        # Return the smaller root of each quadratic equation, given part = 4 max(d) / T. If `larger` is True, use the larger root for
         # the largest degree.
-        discriminant = (1 - part * shares).clamp_min(0).sqrt()
-        found = part * shares / (2 * (1 + discriminant))
-        if other:
-            found[largest] = (1 + discriminant[largest]) / 2
-        return found
+        discriminant = (1 - part * relative).clamp_min(0).sqrt()
+        nodes = part * relative / (2 * (1 + discriminant))
+        if larger:
+            nodes[largest] = (1 + discriminant[largest]) / 2
+        return nodes
 
-    other = float(roots(1.0, other=False).sum()) < 1
-    low, high = 0.0, 1.0
+    larger = float(roots(1.0, larger=False).sum()) < 1
+    low = 0.0
+    high = 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         # If only the smaller roots are used, their sum increases with `part`. If the larger root is used, the sum is 1 at part = 0,
         # increases at first, and then decreases.
-        if (float(roots(middle, other=other).sum()) < 1) != other:
+        if (float(roots(middle, larger=larger).sum()) < 1) != larger:
             low = middle
         else:
             high = middle
-    found = roots(high, other=other)
-    return 4 * most / high, found / found.sum()
+    nodes = roots(high, larger=larger)
+    return 4 * largest_degree / high, nodes / nodes.sum()
 
 
 @dataclass(frozen=True)
-class KronDiagCurvature(FactoredCurvature):
-    """A factored curvature whose factor U, computed from the degrees of A, is a diagonal matrix plus a rank-one matrix."""
+class KronDiagCurvature(ProductCurvature):
+    """A product curvature whose factor U, computed from the degrees of A, is a diagonal matrix plus a rank-one matrix."""
 
     total: float
     """Scale T of the edge weights `T q_i q_j`."""
@@ -145,70 +140,77 @@ class KronDiagCurvature(FactoredCurvature):
     separate: Tensor | None
     """Mean separate curvature (C,), or None if adding the same number to all outputs has no effect."""
 
-    def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
-        """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph."""
-        root = self.count**0.5
-        floor = torch.zeros_like(self.nodes) if self.separate is None else root * self.separate
-        rest = floor + as_column(precision, self.nodes, 1) ** 0.5
-        return 1 / (rest + root * self.total * self.nodes), rest
+    def _separate_precision(self, precision: Precision) -> Tensor:
+        # Return `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph.
+        root = as_column(precision, self.nodes, 1) ** 0.5
+        return root + (torch.zeros_like(self.nodes) if self.separate is None else self.count**0.5 * self.separate)
 
-    def shared(self, precision: Precision) -> Tensor:
+    def gamma(self, precision: Precision) -> Tensor:
+        """Return gamma (..., C), the diagonal part of U."""
+        return 1 / (self._separate_precision(precision) + self.count**0.5 * self.total * self.nodes)
+
+    def rank_one(self, precision: Precision) -> Tensor:
         """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a direction is hidden, U must be centred afterwards."""
-        gamma, rest = self.own(precision)
-        edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
+        gamma = self.gamma(precision)
+        edge = self.count**0.5 * self.total
         if self.separate is not None:
-            return (edge / (self.nodes * gamma * rest).sum(-1, keepdim=True)).sqrt() * self.nodes * gamma
+            total = (self.nodes * gamma * self._separate_precision(precision)).sum(-1, keepdim=True)
+            return (edge / total).sqrt() * self.nodes * gamma
+        prior = as_column(precision, self.nodes, 1) ** 0.5
         learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
         total = learned.sum(-1, keepdim=True)
-        some = torch.where(total > 0, total, torch.ones_like(total))
+        positive = torch.where(total > 0, total, torch.ones_like(total))
         # Both formulas give the same k. Subtracting the mean from the smaller vector loses fewer digits.
-        by_learned = (learned.mean(-1, keepdim=True) - learned) / (prior * some).sqrt()
-        by_gamma = (prior / some).sqrt() * (gamma - gamma.mean(-1, keepdim=True))
+        by_learned = (learned.mean(-1, keepdim=True) - learned) / (prior * positive).sqrt()
+        by_gamma = (prior / positive).sqrt() * (gamma - gamma.mean(-1, keepdim=True))
         smaller = learned.amax(-1, keepdim=True) < prior * gamma.amax(-1, keepdim=True)
         return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
 
-    def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
-        gamma, extra = self.own(precision)[0], self.shared(precision).square()
-        if self.separate is not None:
-            return gamma + extra
-        visible = centred_variance(gamma) + extra
-        return visible if centred else visible + self._shift(precision)
-
-    def _shift(self, precision: Precision) -> Tensor:
+    def _shift_variance(self, precision: Precision) -> Tensor:
+        # Return the prior variance, divided by C, of the hidden direction.
         return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
 
-    def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred` is True, its centred part, for links that need covariances."""
-        gamma, shared = self.own(precision)[0], self.shared(precision)
+    def output_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
+        gamma = self.gamma(precision)
+        squares = self.rank_one(precision).square()
         if self.separate is not None:
-            return torch.diag(gamma) + shared[:, None] * shared
-        visible = centred_diagonal(gamma) + shared[:, None] * shared
-        return visible if centred else visible + self._shift(precision)
+            return gamma + squares
+        visible = centred_variance(gamma) + squares
+        return visible if centred else visible + self._shift_variance(precision)
+
+    def output_covariance(self, precision: float, *, centred: bool = False) -> Tensor:
+        """Return U (C, C) or, if `centred` is True, its centred part, for links that need covariances."""
+        gamma = self.gamma(precision)
+        rank_one = self.rank_one(precision)
+        if self.separate is not None:
+            return torch.diag(gamma) + rank_one[:, None] * rank_one
+        visible = centred_diagonal(gamma) + rank_one[:, None] * rank_one
+        return visible if centred else visible + self._shift_variance(precision)
 
     @property
     def noise_size(self) -> int:
         """Number of outputs plus one: one standard normal variable for each logit and one shared by all logits."""
         return self.outputs + 1
 
-    def class_draws(self, precision: float, noise: Tensor) -> Tensor:
+    def output_draws(self, precision: float, noise: Tensor) -> Tensor:
         """Return `sqrt(gamma) * noise + k * z`, where z is an additional standard normal variable."""
-        return noise[:, :-1] * self.own(precision)[0].sqrt() + noise[:, -1:] * self.shared(precision)
-
-    def class_log_determinant(self, precision: Tensor) -> Tensor:
-        """Return `log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
-        gamma, rest = self.own(precision)
-        return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
+        return noise[:, :-1] * self.gamma(precision).sqrt() + noise[:, -1:] * self.rank_one(precision)
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw independent normals for each class and normals shared by all classes, then multiply both by a square root of V."""
-        root = self.feature_vectors * self.feature_inverse(precision).sqrt()
+        root = self.feature_factor.vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
-        drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]
-        drawn = drawn + self.shared(precision)[:, None] * noise[:, -2:-1]
+        draws = self.gamma(precision).sqrt()[:, None] * noise[:, :-2]
+        draws = draws + self.rank_one(precision)[:, None] * noise[:, -2:-1]
         if self.separate is not None:
-            return drawn
-        return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] * self._shift(precision).sqrt()
+            return draws
+        return draws - draws.mean(1, keepdim=True) + noise[:, -1:] * self._shift_variance(precision).sqrt()
+
+    def output_log_determinant(self, precision: Tensor) -> Tensor:
+        """Return `log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
+        gamma = self.gamma(precision)
+        return (self.nodes * gamma * self._separate_precision(precision)).sum().log() - gamma.log().sum()
 
     def divided(self, by: float) -> Self:
         """Return the curvature with both the graph and the separate part divided by a number."""

@@ -1,74 +1,102 @@
 r"""Kronecker factors with the prior added exactly in their joint eigenbasis, as in laplace-torch's `kron`.
 
-The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda` but is not a Kronecker product. The covariance of the
-logits is diagonal in A's eigenbasis, and its entries depend on the datum:
+With the factors A and B of `kron`, the posterior precision has the eigenvalues :math:`N a_i b_j + \lambda` but is not a Kronecker
+product. The covariance of the logits is diagonal in A's eigenbasis, and its entries depend on the datum:
 :math:`Q_A\, \mathrm{diag}_i\big(\sum_j (Q_B^\top \phi)_j^2 / (N a_i b_j + \lambda)\big)\, Q_A^\top`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import Curvature, Precision, as_column
-from molaplace.structures.kron import Kron, KronCurvature, kron_eigensystem
+from molaplace.structures.factors import FeatureFactor, KroneckerStructure, OutputFactor
 from molaplace.sums import Sums
 
 
 @dataclass(frozen=True)
-class KronExact(Kron):
+class KronExact(KroneckerStructure):
     """Kronecker factors with the prior added exactly in their joint eigenbasis."""
 
     name = "kron-exact"
 
     def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose both factors."""
-        return KronExactCurvature(**kron_eigensystem(sums))
+        output_factor = OutputFactor.solve(sums)
+        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        outputs = len(output_factor.values)
+        features = len(feature_factor.values)
+        return KronExactCurvature(outputs, features, sums.count, feature_factor, output_factor)
 
 
-class KronExactCurvature(KronCurvature):
+@dataclass(frozen=True)
+class KronExactCurvature(Curvature):
     """A curvature for which the posterior precision has the eigenvalues `N a_i b_j + lambda` in the factors' joint eigenbasis."""
+
+    count: int
+    feature_factor: FeatureFactor
+    output_factor: OutputFactor
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return the eigenvalues (..., C, P) of the posterior covariance."""
-        values = self.count * self.class_values[:, None] * self.feature_values
+        values = self.count * self.output_factor.values[:, None] * self.feature_factor.values
         return 1 / (values + as_column(precision, values, 2))
 
-    def class_table(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the weights (..., C, P) of the squared coordinates in each logit's variance."""
-        count = self.visible if centred else self.outputs
-        return self.class_vectors[:, :count].square() @ self.inverse(precision)[..., :count, :]
+    def output_inverse(self, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Return the weights (..., C, P) of the squared coordinates of the features in each logit's variance."""
+        vectors = self.output_factor.directions(centred=centred)
+        return vectors.square() @ self.inverse(precision)[..., : vectors.shape[1], :]
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
         """Return `sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
-        return self.squares(phi) @ self.class_table(precision, centred=centred).mT
+        return self.feature_factor.squares(phi) @ self.output_inverse(precision, centred=centred).mT
+
+    def _direction_variance(self, phi: Tensor, precision: float, directions: int) -> Tensor:
+        # Return the variance (n, R) along each of the first R of A's eigenvectors.
+        return self.feature_factor.squares(phi) @ self.inverse(precision)[:directions].T
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """Return `Q_A diag(s(phi)) Q_A'`."""
-        count = self.visible if centred else self.outputs
-        spread, vectors = self.squares(phi) @ self.inverse(precision)[:count].T, self.class_vectors[:, :count]
-        return (vectors * spread[:, None, :]) @ vectors.T
+        vectors = self.output_factor.directions(centred=centred)
+        variance = self._direction_variance(phi, precision, vectors.shape[1])
+        return (vectors * variance[:, None, :]) @ vectors.T
+
+    @property
+    def noise_size(self) -> int:
+        """Number of visible directions: one standard normal variable for each."""
+        return self.output_factor.visible
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return `Q_A (sqrt(s(phi)) * noise)`."""
-        spread = (self.squares(phi) @ self.inverse(precision)[: self.visible].T).sqrt()
-        return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.visible].T
+        vectors = self.output_factor.directions(centred=True)
+        deviation = self._direction_variance(phi, precision, vectors.shape[1]).sqrt()
+        return (deviation[:, None, :] * noise) @ vectors.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw independent normals in the joint eigenbasis and rotate them back."""
-        noise = standard_normals((count, self.outputs, self.features), generator).to(self.class_values.device)
-        return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
+        noise = standard_normals((count, self.outputs, self.features), generator).to(self.output_factor.values.device)
+        return self.output_factor.vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_factor.vectors.T
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return `sum_ij log(N a_i b_j + lambda)`."""
         return -self.inverse(precision).log().sum()
 
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """Return `sqrt(phi' B^-1 phi)`."""
+        return self.feature_factor.mahalanobis(phi)
+
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return `Q_B diag(table_c) Q_B'`."""
-        return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
+        """Return `Q_B diag(v) Q_B'`, where v is the output's row of `output_inverse`."""
+        return self.feature_factor.matrix(self.output_inverse(precision)[output])
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """Return the smallest value in each output's row of `class_table`: the smallest eigenvalue of that output's covariance."""
-        return self.class_table(precision).amin(1)
+        """Return the smallest value in each row of `output_inverse`, the smallest eigenvalue of the output's covariance."""
+        return self.output_inverse(precision).amin(1)
+
+    def divided(self, by: float) -> Self:
+        """Return the curvature divided by a number."""
+        return replace(self, output_factor=self.output_factor.divided(by))
