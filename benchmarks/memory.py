@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.likelihoods import Categorical
-from molaplace.structures import Kron, Sums, as_structure
+from molaplace.structures import Kron, as_structure
+from molaplace.sums import Sums
 
 INPUTS, BATCH = 784, 256
 CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (

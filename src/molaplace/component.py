@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Gaussian, Likelihood
 from molaplace.network import Head
-from molaplace.structures import ClassDistance, Curvature, Spread, Structure, Sums, check_precision
+from molaplace.structures import Structure
+from molaplace.structures.base import Curvature, Spread, check_precision
+from molaplace.structures.distance import ClassDistance
+from molaplace.sums import Sums
 
 
 @dataclass(frozen=True)

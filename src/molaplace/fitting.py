@@ -39,7 +39,10 @@ from molaplace.numerics import float64_device
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
-from molaplace.structures import Structure, Sums, as_structure, check_precision, check_size, distance_sums
+from molaplace.structures import Structure, as_structure
+from molaplace.structures.base import check_precision, check_size
+from molaplace.structures.distance import distance_sums
+from molaplace.sums import Sums
 from molaplace.weights import check_weighting
 
 Logits: TypeAlias = "Callable[[Any], Tensor]"

@@ -48,7 +48,7 @@ from molaplace.prediction import Prediction, RegressionPrediction, disagreement
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.scaling import NO_COVARIANCE, Candidates, FeatureScale, LogitScaling, Reference
-from molaplace.structures import Spread
+from molaplace.structures.base import Spread
 from molaplace.uncertainty import entropy, epistemic_share
 from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 

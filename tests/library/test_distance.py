@@ -12,7 +12,8 @@ import molaplace as mola
 from molaplace.errors import MolaWarning, OptionError
 from molaplace.links import LINKS
 from molaplace.rules import Distance, Score
-from molaplace.structures import ClassDistance, Sums, distance_sums
+from molaplace.structures.distance import ClassDistance, distance_sums
+from molaplace.sums import Sums
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained

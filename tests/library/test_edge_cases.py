@@ -6,7 +6,8 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.rules.scores import paired
-from molaplace.structures import ClassDistance, Sums
+from molaplace.structures.distance import ClassDistance
+from molaplace.sums import Sums
 from tests.closeness import assert_close
 
 

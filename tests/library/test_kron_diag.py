@@ -8,9 +8,9 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.structures import STRUCTURES as KNOWN
-from molaplace.structures import Sums
 from molaplace.structures.base import laplacian
 from molaplace.structures.kron_diag import graph_of_degrees
+from molaplace.sums import Sums
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 from tests.library.problems import relative
@@ -94,7 +94,7 @@ def test_degrees_of_any_size_beside_any_prior(degree, prior):
     expected = (1 - 1 / classes) / (count**0.5 * degree * classes / (classes - 1) + prior**0.5)
     truth = torch.full((classes,), expected)
     assert relative(curvature.output_variance(prior, centred=True), truth) < 1e-12
-    assert relative(curvature.class_matrix(prior, centred=True).diagonal(), truth) < 1e-12
+    assert relative(curvature.output_covariance(prior, centred=True).diagonal(), truth) < 1e-12
     assert relative(curvature.output_variance(prior), truth + 1 / (classes * prior**0.5)) < 1e-12
 
 

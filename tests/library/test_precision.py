@@ -7,7 +7,8 @@ from torch import nn
 import molaplace as mola
 from molaplace.likelihoods import Bernoulli, Categorical
 from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
-from molaplace.structures import ClassDistance, Sums, distance_sums
+from molaplace.structures.distance import ClassDistance, distance_sums
+from molaplace.sums import Sums
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 from tests.library.problems import close, data, loader, networks

@@ -9,7 +9,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.structures import STRUCTURES as KNOWN
-from molaplace.structures import Sums
+from molaplace.sums import Sums
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 from tests.library.problems import close, relative
 

@@ -18,7 +18,8 @@ from molaplace.saving.files import kind_of, read_folder, write_folder
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
 from molaplace.saving.schema import parse
 from molaplace.saving.weights import load_weights, read_metadata, read_state, save_weights
-from molaplace.structures import Kron, Sums
+from molaplace.structures import Kron
+from molaplace.sums import Sums
 
 OLD = (
     {"kind": "swag", "rank": 3, "name": "ü\ud800"},

@@ -18,7 +18,7 @@ from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loade
 from molaplace.rules.class_order import check_class_order, check_label_order
 from molaplace.rules.rule import warned
 from molaplace.scaling import FeatureScale, Reference
-from molaplace.structures import ClassDistance
+from molaplace.structures.distance import ClassDistance
 
 POSITIONS_KEPT = 256
 """Number of positions drawn from each input if the outputs are dense. Neighbouring positions are similar, so more positions would add

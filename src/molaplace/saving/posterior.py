@@ -22,7 +22,9 @@ from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from molaplace.saving.schema import Optional, check
 from molaplace.scaling import LogitScaling, Reference
-from molaplace.structures import STRUCTURES, Structure, Sums, distance_sums
+from molaplace.structures import STRUCTURES, Structure
+from molaplace.structures.distance import distance_sums
+from molaplace.sums import Sums
 from molaplace.weights import check_weights
 
 KIND = "posterior"

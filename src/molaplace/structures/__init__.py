@@ -1,32 +1,14 @@
 """Curvature structures, which accumulate sums over the data and turn them into a curvature that is valid for any prior precision."""
 
 from molaplace.options import resolve
-from molaplace.structures.base import Curvature, Spread, Structure, check_precision, check_size
+from molaplace.structures.base import Structure
 from molaplace.structures.diag import Diag
-from molaplace.structures.distance import ClassDistance, distance_sums
 from molaplace.structures.full import Full
 from molaplace.structures.kron import Kron
 from molaplace.structures.kron_diag import KronDiag
 from molaplace.structures.kron_exact import KronExact
-from molaplace.sums import Sums
 
-__all__ = [
-    "STRUCTURES",
-    "ClassDistance",
-    "Curvature",
-    "Diag",
-    "Full",
-    "Kron",
-    "KronDiag",
-    "KronExact",
-    "Spread",
-    "Structure",
-    "Sums",
-    "as_structure",
-    "check_precision",
-    "check_size",
-    "distance_sums",
-]
+__all__ = ["Diag", "Full", "Kron", "KronDiag", "KronExact", "Structure"]
 
 STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, KronExact, KronDiag, Diag, Full)}
 

@@ -19,7 +19,7 @@ from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, unpack_sums
 from molaplace.saving.posterior import MIXTURE, check_networks, pack_components, unpack_mixture
 from molaplace.saving.schema import Optional
-from molaplace.structures import Sums
+from molaplace.sums import Sums
 from molaplace.whole.jacobians import Block, WeightLayout
 from molaplace.whole.posterior import WholeMoLA, make_component, structure_of
 from molaplace.whole.structures import NAMES, WholeStructure

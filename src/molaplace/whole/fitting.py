@@ -33,7 +33,8 @@ from molaplace.network import (
 )
 from molaplace.options import one_of
 from molaplace.rules import Rule, as_rule
-from molaplace.structures import Sums, check_precision, check_size
+from molaplace.structures.base import check_precision, check_size
+from molaplace.sums import Sums
 from molaplace.weights import check_weighting
 from molaplace.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from molaplace.whole.posterior import WholeMoLA, make_component

@@ -24,7 +24,7 @@ from molaplace.outliers import MAX_PROBABILITY, max_probability_score
 from molaplace.posterior import MoLA
 from molaplace.prediction import Prediction
 from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.structures import Sums
+from molaplace.sums import Sums
 from molaplace.whole.jacobians import each_logit, size_of, some_of
 from molaplace.whole.structures import WholeStructure
 

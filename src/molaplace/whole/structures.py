@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from molaplace.errors import DataError, OptionError
 from molaplace.network import Inputs
 from molaplace.numerics import Generator, standard_normals
-from molaplace.structures import Curvature, Structure, Sums
-from molaplace.structures.base import Precision, as_column, contrasts, eigensystem
+from molaplace.structures import Structure
+from molaplace.structures.base import Curvature, Precision, as_column, contrasts, eigensystem
+from molaplace.sums import Sums
 from molaplace.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
 
 NAMES = ("kron", "diag", "full", "subnetwork")
