@@ -7,9 +7,6 @@ the processes of a team compute in parallel.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +21,7 @@ from molaplace.component import Component
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, located
 from molaplace.likelihoods import CATEGORICAL
-from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
+from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, state_checksum, stream
 from molaplace.saving.weights import load_weights
 from molaplace_lab.activations_file import HeadOnly, Stored, write_rows
 from molaplace_lab.suite import Source, checksum
@@ -81,24 +78,14 @@ class Network:
         return network.float().eval()
 
 
-def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
+def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], architecture: str) -> list[Network]:
     """Open the networks stored in `paths`; `build` returns a network with their common architecture."""
-    return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
+    return [Network(path, build, network_checksum(Network(path, build, "").load(), architecture)) for path in paths]
 
 
-def network_checksum(network: nn.Module, name: str) -> str:
-    """Return a checksum of the network's weights, its layers and their source code, and the given name."""
-    digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
-    for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
-        if not kind.__module__.startswith("torch."):
-            with contextlib.suppress(
-                OSError, TypeError
-            ):  # classes defined in a console, for example, have no source code
-                digest.update(inspect.getsource(kind).encode())
-    for key, tensor in sorted(network.state_dict().items()):
-        digest.update(key.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def network_checksum(network: nn.Module, architecture: str) -> str:
+    """Return a checksum of the name of the network's architecture and of the names, dtypes, shapes and bytes of its weights."""
+    return checksum(architecture, state_checksum(network))
 
 
 class Activations:

@@ -11,6 +11,7 @@ from torch import nn
 
 from molaplace.errors import StorageError
 from molaplace.saving.weights import load_weights
+from molaplace_lab.activations import network_checksum
 from molaplace_lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
 from tests.closeness import assert_close
 from tests.conftest import require_shared
@@ -125,3 +126,14 @@ def test_a_shared_network_is_as_accurate_as_reported():
         predicted = torch.cat([network(part).argmax(1) for part in inputs.float().split(250)])
     # 91.4 to 92.7 % on all 10,000; on 1,000 of them, two standard errors more either way.
     assert 0.914 - 0.017 < float((predicted == labels).double().mean()) < 0.927 + 0.017
+
+
+def test_a_network_is_identified_by_its_architecture_and_its_weights():
+    network = build_network("mlp", 5)
+    same = build_network("mlp", 5)
+    same.load_state_dict(network.state_dict())
+    assert network_checksum(same, "mlp") == network_checksum(network, "mlp")
+    assert network_checksum(network, "other") != network_checksum(network, "mlp")
+    with torch.no_grad():
+        next(same.parameters()).flatten()[0] += 1
+    assert network_checksum(same, "mlp") != network_checksum(network, "mlp")
