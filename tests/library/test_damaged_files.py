@@ -174,8 +174,11 @@ FOREIGN = {
     "another kind": ({"kind": "mimo"}, "expected a saved swag.*saved mimo"),
     "no kind": ({"kind": None}, "'kind': expected text"),
     "an unknown kind": ({"kind": "junk"}, "saved junk"),
-    "no tensors": ({"tensors": {"file": "none.safetensors", "sha256": ""}}, "missing.*whole folder"),
-    "a null byte": ({"tensors": {"file": "a\0b", "sha256": ""}}, "missing"),
+    "no tensors": (
+        {"tensors": {"file": "tensors-0123456789abcdef.safetensors", "sha256": ""}},
+        "missing.*whole folder",
+    ),
+    "a null byte": ({"tensors": {"file": "a\0b", "sha256": ""}}, "did not write"),
 }
 
 
@@ -214,7 +217,7 @@ def test_a_document_cannot_point_outside_its_folder(name, tmp_path):
     path.rename(tmp_path / "stolen")  # intact, with the right checksum
     entry = json.loads((tmp_path / "f" / "posterior.json").read_text())["tensors"]
     edit(tmp_path / "f", tensors={**entry, "file": name.format(outside=tmp_path)})
-    with pytest.raises(StorageError, match="missing"):
+    with pytest.raises(StorageError, match="did not write"):
         read_plain(tmp_path / "f")
 
 

@@ -1,7 +1,11 @@
 """Folders that contain a JSON document and a safetensors file. A reader sees either the old or the new state, never a mixture.
 
-First, the tensors are written to a file named after their checksum. Then a document that refers to this file atomically replaces the
-old document. Finally, the old tensors are removed. After a crash at any point, the folder can still be loaded.
+First, the tensors are written to a file with a new random name. Then a document that refers to this file atomically replaces the old
+document. Finally, the old document's tensors are removed. After a crash at any point, the folder can still be loaded.
+
+Several processes may save to one folder at the same time: because no two saves share a name, none removes the tensors of another, and
+the last document wins. If two save within the same moment, the tensors of one stay behind for a day. A reader whose tensors disappear
+finds another document and reads again.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +32,14 @@ from molaplace.saving.schema import check, check_seal, parse, sealed
 FORMAT = "molaplace"
 VERSION = 1
 DOCUMENT = "posterior.json"
+TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+"""Names of the files that `write_folder` writes beside the document. No other file is ever read or removed."""
+LEFTOVERS = re.compile(rf"{TENSORS.pattern}|\..*\.partial")
+"""Names of the files that interrupted saves, or saves at the same time, may leave behind."""
+MAX_AGE = 24 * 60 * 60
+"""Age in seconds from which a save removes such files."""
+MAX_READS = 1000
+"""Number of times that a reader reads again because the folder has been replaced in the meantime."""
 
 
 @contextmanager
@@ -53,60 +67,77 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     The folder is created if it does not exist. Its previous content stays readable until everything has been written. The document
     must have a "kind" entry, such as "swag"; a folder of a different kind is not overwritten.
     """
-    folder, kind = Path(directory), document["kind"]
+    folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"the folder {folder} cannot be created: {error.strerror}. Choose another folder."
         ) from error
-    old = None
-    with suppress(StorageError):  # a missing or damaged document may be replaced
-        old = read_document(folder)
-    if old is not None and old["kind"] != kind:
-        raise StorageError(
-            f"{folder} contains a saved {old['kind']}, which cannot be replaced by a {kind}. Choose another folder, or remove this "
-            f"one."
-        )
+    _replaceable_tensors(folder, document["kind"])
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    checksum = hashlib.sha256(content).hexdigest()
-    name = f"tensors-{checksum[:16]}.safetensors"
-    entries = {"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}}
+    name = f"tensors-{uuid.uuid4().hex[:16]}.safetensors"
+    entry = {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
     try:
-        text = json.dumps(sealed(entries), indent=2, allow_nan=False)
+        text = json.dumps(
+            sealed({"format": FORMAT, "version": VERSION, **document, "tensors": entry}), indent=2, allow_nan=False
+        )
     except ValueError as error:
         raise StorageError(
             f"nothing was saved to {folder}, because the document contains values that JSON cannot represent ({error})."
         ) from error
     write_atomically(folder / name, content)
+    old = _replaceable_tensors(folder, document["kind"])  # again, because another process may have saved by now
     write_atomically(folder / DOCUMENT, text.encode())
-    if old is not None and old["tensors"]["file"] != name:
-        (folder / Path(old["tensors"]["file"]).name).unlink(missing_ok=True)
+    if old is not None:
+        (folder / old).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process may have removed the file
+            if LEFTOVERS.fullmatch(path.name) and path.name != name and time.time() - path.stat().st_mtime > MAX_AGE:
+                path.unlink()
     return folder
+
+
+def _replaceable_tensors(folder: Path, kind: str) -> str | None:
+    # Return the name of the tensors that will be replaced, or None if there is no valid document.
+    try:
+        document = read_document(folder)
+    except StorageError:  # a missing or damaged document may be replaced
+        return None
+    if document["kind"] != kind:
+        raise StorageError(
+            f"{folder} contains a saved {document['kind']}, which cannot be replaced by a {kind}. Choose another folder, or remove "
+            f"this one."
+        )
+    return str(document["tensors"]["file"])
 
 
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the document and the tensors in a folder.
+    """Read the document and the tensors in a folder. If the folder is being replaced, read again.
 
     Raises `StorageError` if a file is missing, damaged or not written by molaplace, or if the saved object's kind is not `kind`.
     """
     folder = Path(directory)
     document = read_document(folder)
-    if document["kind"] != kind:
-        raise StorageError(
-            f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
-            f"mola.load, and baselines with the class that saved them."
-        )
-    check(document, dict(schema or {}), "")
-    try:
-        return document, _read_tensors(folder, document["tensors"])
-    except StorageError:
-        # Another process may have saved a new state since the document was read. In that case, read the new state.
-        if read_document(folder) == document:
-            raise
-    return read_folder(folder, kind, schema)
+    for _ in range(MAX_READS):
+        if document["kind"] != kind:
+            raise StorageError(
+                f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
+                f"mola.load, and baselines with the class that saved them."
+            )
+        check(document, dict(schema or {}), "")
+        try:
+            return document, _read_tensors(folder, document["tensors"])
+        except StorageError:
+            newer = read_document(folder)
+            if newer == document:  # the tensors are missing or damaged, and no other process has replaced them
+                raise
+            document = newer
+    raise StorageError(
+        f"{folder} was replaced {MAX_READS} times while it was read. Read it when no process writes to it."
+    )
 
 
 def kind_of(directory: str | Path) -> str | None:
@@ -140,16 +171,18 @@ def read_document(directory: str | Path) -> dict[str, Any]:
         )
     check_seal(document, path)
     check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")
+    if TENSORS.fullmatch(document["tensors"]["file"]) is None:
+        raise StorageError(
+            f"{path} is damaged: it refers to the file {document['tensors']['file']!r}, which molaplace did not write."
+        )
     return document
 
 
 def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
-    path = (
-        folder / Path(entry["file"].replace("\\", "/")).name
-    )  # use only the base name, so that the path stays inside the folder
+    path = folder / entry["file"]
     try:
         content = path.read_bytes()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise StorageError(f"{path} is missing, but {DOCUMENT} refers to it. Copy the whole folder again.") from error
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != entry["sha256"]:
