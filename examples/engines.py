@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import molaplace as mola
-from molaplace.cli.batches import BatchPredictor
 
 PACKAGES = {"dask": "dask", "ray": "ray", "spark": "pyspark"}
 COLUMNS = [f"pixel_{index}" for index in range(64)]
@@ -88,7 +87,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     file = (options.output / "digits.onnx").resolve()  # absolute, so that all workers find the file
     mola.export.onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
-    predictor = BatchPredictor(file, inputs=COLUMNS, keep=["id"])
+    predictor = mola.export.BatchPredictor(file, inputs=COLUMNS, keep=["id"])
 
     new = images[1300:]
     frame = pd.DataFrame(new.numpy(), columns=COLUMNS).assign(id=np.arange(len(new)))

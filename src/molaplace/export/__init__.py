@@ -4,6 +4,7 @@ An exported file contains the networks and, as constants, everything that the Ba
 `posterior.predict`.
 """
 
+from molaplace.export.batches import BatchPredictor
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS, Pixels
 from molaplace.export.reading import LoadedExport, load
 from molaplace.export.writing import NamedTensor, Written, onnx, torch_export
@@ -11,6 +12,7 @@ from molaplace.export.writing import NamedTensor, Written, onnx, torch_export
 __all__ = [
     "OUTPUTS",
     "REGRESSION_OUTPUTS",
+    "BatchPredictor",
     "LoadedExport",
     "NamedTensor",
     "Pixels",

@@ -7,6 +7,7 @@ import pickle
 import runpy
 import shutil
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,31 +15,44 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 import molaplace as mola
-from molaplace.cli.batches import BatchPredictor
+from molaplace.export import BatchPredictor
 from tests.closeness import assert_close
-from tests.own_work import CLASSES
+
+CLASSES = ("cat", "dog", "fox")
 
 COLUMNS = [f"x{index}" for index in range(108)]
 NUMBERS = ("confidence", "entropy", "epistemic", "ood_score", "distance")
 
 
 @pytest.fixture(autouse=True)
-def _single_precision(_at_the_desk):
+def _single_precision():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("form", ["folder", pytest.param("onnx", marks=pytest.mark.slow)])
-def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted, tmp_path, form):
-    inputs, _ = desk.inputs("test")
-    source = fitted.folder
+@cache
+def posterior():
+    """Perceptrons for images of 3 x 6 x 6 pixels, untrained."""
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Flatten(), nn.Linear(108, 12), nn.ReLU(), nn.Linear(12, 3)).float() for _ in range(2)]
+    inputs = torch.rand(60, 3, 6, 6, dtype=torch.float32)
+    return mola.fit(networks, [(inputs, torch.arange(60) % 3)], progress=False)
+
+
+@pytest.mark.parametrize("form", ["function", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(tmp_path, form):
+    inputs = torch.rand(18, 3, 6, 6)
+    source = posterior
     if form == "onnx":
         source = tmp_path / "posterior.onnx"
-        mola.export.onnx(fitted.posterior, source, inputs[:2], classes=CLASSES, ood_threshold=1.0)
-    predictor = BatchPredictor(source, inputs=COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True)
+        mola.export.onnx(posterior(), source, inputs[:2], classes=CLASSES, ood_threshold=1.0)
+    predictor = BatchPredictor(
+        source, COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True, classes=CLASSES, ood_threshold=1.0
+    )
     predictor = pickle.loads(pickle.dumps(predictor))  # as a worker gets it
-    plain = fitted.posterior.predict(inputs)
+    plain = posterior().predict(inputs)
     frame = pd.DataFrame(inputs.flatten(1).numpy(), columns=COLUMNS).assign(id=np.arange(len(inputs)) + 7)
     found = predictor(frame)
     for name in NUMBERS:
@@ -79,14 +93,15 @@ WRONG_USE = {
     "none": ({"inputs": "x"}, {"x": np.array([np.zeros(3), None], dtype=object)}, "cannot be converted"),
     "another shape": ({"shape": (5, 5)}, flat(), "cannot be converted"),
     "no source": ({"source": "nowhere.onnx"}, flat(), "nowhere"),
+    "no posterior": ({"source": list}, flat(), "got list"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_USE)
-def test_wrong_batches_are_refused(fitted, case):
+def test_wrong_batches_are_refused(case):
     options, batch, words = WRONG_USE[case]
     with pytest.raises(mola.errors.MolaError, match=words):
-        BatchPredictor(**({"source": fitted.folder, "inputs": COLUMNS, "shape": (3, 6, 6)} | options))(batch)
+        BatchPredictor(**({"source": posterior, "inputs": COLUMNS, "shape": (3, 6, 6)} | options))(batch)
 
 
 @pytest.mark.slow
