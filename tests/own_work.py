@@ -191,4 +191,4 @@ def fit_at(desk: Desk, folder: Path) -> PosteriorFolder:
         patch.chdir(desk.root)
         patch.syspath_prepend(str(desk.root))
         run_fit(job_for(desk), folder)
-        return open_posterior(folder)
+        return open_posterior(folder, trust=True)

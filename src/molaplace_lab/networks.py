@@ -29,11 +29,11 @@ from torch import nn
 
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, StorageError, importing
+from molaplace.imported import import_builder
 from molaplace.network import Resized
 from molaplace.saving.schema import check, parse
 from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network, Progress, network_checksum
-from molaplace_lab.imported import import_builder
 from molaplace_lab.suite import DataOptions, Suite, data_checksum
 from molaplace_lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 

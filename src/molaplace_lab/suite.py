@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from molaplace.errors import OptionError
 from molaplace.evaluation.record import Role
 from molaplace.images import NORMALISATIONS, Images
+from molaplace.imported import import_builder
 from molaplace.options import one_of
-from molaplace_lab.imported import import_builder
 from molaplace_lab.measures import Measure
 from molaplace_lab.training import Labelled, Recipe
 

@@ -45,8 +45,9 @@ COUNTS = {"train": 300, "val": 120, "test": 60}
 
 
 def run(*arguments: object) -> Result:
-    """Run a command in this process."""
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+    """Run a command in this process; the functions that a posterior's folder names are the tests' own."""
+    trust = ["--trust"] if arguments[0] in ("predict", "evaluate", "export") and "--help" not in arguments else []
+    return CliRunner().invoke(app, [*map(str, arguments), *trust])
 
 
 def draw(kind: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +85,7 @@ class Kind:
         return NAMES[self.name]
 
     def open(self) -> PosteriorFolder:
-        return open_posterior(self.posterior)
+        return open_posterior(self.posterior, trust=True)
 
     def data(self, split: str) -> tuple[torch.Tensor, torch.Tensor]:
         with np.load(self.root / f"{split}.npz") as stored:

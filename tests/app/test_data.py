@@ -210,17 +210,14 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
     assert_close(rows.inputs, expected[:, :1])
 
 
-def test_built_in_sets_by_name(monkeypatch):
+def test_digits_by_name():
     digits = open_dataset("digits:val", Preprocessing(batch_size=100), labelled=True)
     assert digits.count == 297
     assert sum(len(rows.labels) for rows in digits.batches()) == 297
-    with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
+    with pytest.raises(OptionError, match="the split of digits must be one of train, val, test"):
         open_dataset("digits:vall", Preprocessing(), labelled=True)
     with pytest.raises(DataError, match=r"digits:val contains inputs of shape \(1, 8, 8\); expected \(3, 6, 6\)"):
         list(open_dataset("digits:val", INTAKE, labelled=True).batches())
-    monkeypatch.delenv("MOLAPLACE_DATA", raising=False)
-    with pytest.raises(DataError, match="no data directory"):
-        open_dataset("mnist:test", Preprocessing(), labelled=True)
 
 
 def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):

@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.cli import app
 from molaplace.cli import evaluate_job as evaluate
-from molaplace.cli.data.opening import open_dataset, overlap
+from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import alarm
 from molaplace.cli.evaluate_job import run_evaluate
@@ -24,7 +22,7 @@ from molaplace.cli.folder import open_posterior
 from molaplace.cli.regression import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
 from molaplace.report.words import evaluation_findings, method_words
-from tests.app.kinds import LOCATION, NAMES, SCALE
+from tests.app.kinds import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
 from tests.pages import Page
@@ -33,10 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
 CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA"]
 REGRESSION_METHODS = ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 def expected_scores(kind, prediction, labels):
@@ -134,7 +128,7 @@ def test_standard_errors_of_dense_outputs_count_inputs(kind):
 @pytest.mark.parametrize(("count", "mixing"), [(1, "uniform"), (3, "uniform"), (3, "stacking")])
 def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count, mixing):
     run_fit(job_for(desk, weights=tuple(desk.weights(count)), rule="nll", mixing=mixing), tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior", trust=True)
     result, weights = run_evaluate(opened, to_evaluate("test.csv", "strange")), opened.posterior.weights.tolist()
     assert any("weights" in note for note in result.notes) == (mixing == "stacking") == (max(weights) > min(weights))
     train, val = ([desk.inputs(split)] for split in ("train", "val"))
@@ -219,18 +213,3 @@ def test_the_report_shows_guarantees_beside_the_test_data(desk, fitted, monkeypa
     assert found.sets.empty == pytest.approx(float((~sets.any(1)).double().mean()))
     assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
     assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "shared"),
-    [
-        ("mnist:val", "mnist:test", True),
-        ("mnist", "mnist:test", True),
-        ("mnist:val", "mnist:report", False),
-        ("mnist:test", "fashion-mnist:test", False),
-        ("digits:report", "digits:test", True),
-        ("own:test", "own:report", False),
-    ],
-)
-def test_which_built_in_sets_share_images(one, other, shared):
-    assert overlap(one, other) is overlap(other, one) is shared

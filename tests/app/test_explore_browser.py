@@ -125,7 +125,7 @@ def page(fitted, desk):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk.root)
         patch.syspath_prepend(str(desk.root))
-        explorer = Explorer(open_subject(ExploreOptions(posterior=fitted.folder)))
+        explorer = Explorer(open_subject(ExploreOptions(posterior=fitted.folder, trust=True)))
     with serving(fitted.folder, desk.root) as address, chromium() as driver:
         yield Page(driver, address, explorer)
 

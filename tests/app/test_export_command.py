@@ -34,7 +34,7 @@ def folder(desk, monkeypatch):
 
 
 def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["export", *map(str, arguments), "--trust"])
     assert result.exit_code == code, result.output
     return result
 
@@ -46,7 +46,7 @@ def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_p
     assert [one["path"] for one in summary] == [str(path) for path in files]
     assert all(max(one["differences"].values()) < 1e-4 for one in summary)
     pixels, _ = desk.pixels("test")
-    posterior = open_posterior(folder).posterior
+    posterior = open_posterior(folder, trust=True).posterior
     for path in files:
         loaded = mola.export.load(path, trust=True)
         assert loaded.classes == list(CLASSES)

@@ -41,7 +41,7 @@ def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     shown = " ".join(outcome.output.split())
     assert words in shown
     with pytest.raises(OptionError, match=r"one of several classes|positions|dense"):
-        open_subject(ExploreOptions(posterior=kind.posterior))
+        open_subject(ExploreOptions(posterior=kind.posterior, trust=True))
 
 
 @pytest.mark.parametrize("kind", ["labels"], indirect=True)
@@ -66,7 +66,7 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
     )
     assert outcome.exit_code == LEFT_OUT, (outcome.output, outcome.exception)
     assert "perhaps" in outcome.output
-    folder = open_posterior(tmp_path / "posterior")
+    folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.classes == kind.names
     assert folder.posterior.components[0].layer.sums.count == 40
     labels[np.arange(40) % 3 != 0, 2] = np.nan  # empty cells
@@ -95,7 +95,7 @@ def test_label_maps_are_averaged_and_exported(kind, tmp_path):
     outcome = fit(kind, "--rule", "nll", "--positions", "average", "--output", tmp_path / "posterior", "--json")
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     assert json.loads(outcome.stdout)["result"]["train_count"] == 50
-    posterior, (values, labels) = open_posterior(tmp_path / "posterior").posterior, kind.data("train")
+    posterior, (values, labels) = open_posterior(tmp_path / "posterior", trust=True).posterior, kind.data("train")
     data = [(values, labels.long())]
     expected = mola.fit(posterior.networks, data, positions="average", ignore_index=255, progress=False)
     expected = expected.with_prior_precision(posterior.prior_precision)

@@ -86,7 +86,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
     run_fit(
         job_for(desk, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"), tmp_path / "b"
     )
-    opened = open_posterior(tmp_path / "b").posterior
+    opened = open_posterior(tmp_path / "b", trust=True).posterior
     assert (opened.prior_precision, opened.structure, opened.link.name) == ((2.5,) * 3, "diag", "mc")
     assert opened.weights.tolist() != pytest.approx([1 / 3] * 3), "stacking chose"
 
@@ -135,14 +135,14 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
         shutil.move(home / name, away / name)
     shutil.copy(home / "test.npz", away)
     with pytest.raises(OptionError, match=r"away/val\.npz, which do not exist.*with --val DATA") as caught:
-        run_evaluate(open_posterior(away / "bundle"), to_evaluate(str(away / "test.npz")))
+        run_evaluate(open_posterior(away / "bundle", trust=True), to_evaluate(str(away / "test.npz")))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
     again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
-    assert run_evaluate(open_posterior(away / "bundle"), again).test.count
+    assert run_evaluate(open_posterior(away / "bundle", trust=True), again).test.count
     with pytest.raises(
         OptionError, match=r"away/0\.safetensors do not exist.*molaplace fit --config .*plain/job\.toml --bundle"
     ):
-        open_posterior(away / "plain")
+        open_posterior(away / "plain", trust=True)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
     weights = (desk.root / "weights").as_posix()
     with_job(copy, re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new)))
     with pytest.raises(StorageError, match=r"damaged|job|outputs"):
-        open_posterior(copy)
+        open_posterior(copy, trust=True)
 
 
 def test_weights_that_changed_or_went_are_named(desk, tmp_path):
@@ -174,22 +174,22 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
     run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
     shutil.copy(desk.weights()[2], paths[1])
     with pytest.raises(StorageError, match=r"networks\[1\].*differ.*Restore"):
-        open_posterior(tmp_path / "posterior")
+        open_posterior(tmp_path / "posterior", trust=True)
     paths[1].unlink()
     with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
-        open_posterior(tmp_path / "posterior")
+        open_posterior(tmp_path / "posterior", trust=True)
 
 
 def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
     with pytest.raises(StorageError, match="contains no posterior"):
-        open_posterior(tmp_path)
+        open_posterior(tmp_path, trust=True)
     fitted.posterior.save(tmp_path / "by-program")
     with pytest.raises(StorageError, match="saved from Python"):
-        open_posterior(tmp_path / "by-program")
+        open_posterior(tmp_path / "by-program", trust=True)
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
-        open_posterior(fitted.folder, device="abacus")
+        open_posterior(fitted.folder, device="abacus", trust=True)
     with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
-        open_posterior(fitted.folder, device="meta")
+        open_posterior(fitted.folder, device="meta", trust=True)
     with pytest.raises(StorageError, match="contains no posterior"):
         read_information(tmp_path)
 

@@ -19,8 +19,8 @@ from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.cli.networks import build_networks, folder_hints
 from molaplace.errors import HeadError, MissingExtraError, OptionError, StorageError
+from molaplace.perceptrons import mlp
 from molaplace.saving.weights import save_weights
-from molaplace_lab.models import build_network
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, build, job_for
 
@@ -28,19 +28,17 @@ pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
 def test_networks_by_name_and_by_import(desk, tmp_path):
-    lenet = build_network("lenet", 7).eval()
-    save_weights(lenet, tmp_path / "lenet.safetensors")
+    perceptron = mlp(64, (256, 256), 7, bias=False).eval()
+    save_weights(perceptron, tmp_path / "mlp.safetensors")
     torch.save(
-        {"epoch": 3, "state_dict": {f"module.{key}": value for key, value in lenet.state_dict().items()}},
-        tmp_path / "lenet.pt",
+        {"epoch": 3, "state_dict": {f"module.{key}": value for key, value in perceptron.state_dict().items()}},
+        tmp_path / "mlp.pt",
     )
-    inputs = torch.randn(2, 1, 28, 28)
-    built = build_networks(["lenet"], [str(tmp_path)])
-    assert [path.name for path in built.files] == ["lenet.pt", "lenet.safetensors"], (
-        "a folder, in the order of its names"
-    )
+    inputs = torch.randn(2, 1, 8, 8)
+    built = build_networks(["mlp"], [str(tmp_path)])
+    assert [path.name for path in built.files] == ["mlp.pt", "mlp.safetensors"], "a folder, in the order of its names"
     for network in built.networks:  # the number of classes is read from the file, wrapped or not
-        assert_close(network(inputs), lenet(inputs))
+        assert_close(network(inputs), perceptron(inputs))
         assert not network.training
     assert built.hints.mode == "L"
     mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
@@ -50,9 +48,9 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
 @pytest.mark.parametrize(
     ("names", "weights", "words"),
     [
-        (["lenett"], ["0"], r"unknown network 'lenett'\. Did you mean 'lenet'\? Expected one of mlp, lenet"),
+        (["mlpp"], ["0"], r"unknown network 'mlpp'\. Did you mean 'mlp'\?"),
         (["./here"], ["0"], "file or folder does not exist"),
-        (["lenet"], [], "lenet has no trained weights"),
+        (["mlp"], [], "mlp has no trained weights"),
         (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
         (["{m}:build"], ["strange"], "strange contains no weights"),
         (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 weight files for 2 networks"),
@@ -198,7 +196,7 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     assert built.classes == CLASSES
     job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
     run_fit(job, tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior", trust=True)
     expected = mola.fit(network, [desk.inputs("train")], progress=False)
     assert_close(opened.posterior(inputs), expected(inputs))
     assert opened.classes == CLASSES

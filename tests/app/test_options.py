@@ -111,15 +111,13 @@ def test_a_wrong_file_names_the_place(tmp_path, text, words):
 
 def test_files_of_a_job_are_not_looked_for_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "train.npz").touch()
-    (tmp_path / "lenet").mkdir()
+    (tmp_path / "mlp").mkdir()
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
-    options = "train = 'train.npz'\nval = 'mnist:val'\nnetwork = 'lenet'\ndata = '/data'"
+    options = "train = 'train.npz'\nval = 'digits:val'\nnetwork = 'mlp'"
     Path("there/job.toml").write_text(f"command = 'fit'\n[options]\n{options}")
     path = Path("there/job.toml")
-    assert job_of(read_toml(path), path) == Job(
-        train="there/train.npz", val="mnist:val", network=("lenet",), data="/data"
-    )
+    assert job_of(read_toml(path), path) == Job(train="there/train.npz", val="digits:val", network=("mlp",))
 
 
 def test_values_as_users_write_them(tmp_path):

@@ -241,6 +241,6 @@ def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, mola
 def test_networks_that_take_their_inputs_by_name(desk, tmp_path):
     data = f"{desk.module}:mappings"
     run_fit(job_for(desk, train=data, val=data, link="mc", rule="none"), tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior", trust=True)
     run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
     assert_close(read(tmp_path / "out.npz")["probs"], opened.posterior.predict(desk.inputs("train")[0]).probs)

@@ -58,12 +58,12 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     inputs, _ = desk.inputs("test")
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
     assert_close(posteriors[1](inputs), posteriors[0](inputs))
-    evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json"]
+    evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json", "--trust"]
     pictures, arrays = (
-        ["predict", "two", given, "--probabilities", "--json", "--output", output]
+        ["predict", "two", given, "--probabilities", "--json", "--trust", "--output", output]
         for given, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
     )
-    alone = run_evaluate(open_posterior("two"), to_evaluate("test", "strange")).document()
+    alone = run_evaluate(open_posterior("two", trust=True), to_evaluate("test", "strange")).document()
     for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either")):
         (tmp_path / f"{bad}.png").write_bytes(content)
     evaluated, *predicted = run_commands([evaluate, pictures, arrays], tmp_path, **path)
@@ -87,7 +87,7 @@ def run_commands(commands, folder, **environment):
 def check_predictions(root, pictures, arrays):
     """`torchrun -m molaplace predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
     for given, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
-        command = ["predict", "two", given, "--probabilities", "--json", "--output", f"one-{output}"]
+        command = ["predict", "two", given, "--probabilities", "--json", "--trust", "--output", f"one-{output}"]
         single = CliRunner().invoke(app, command)
         assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
         assert single.exit_code == (3 if given == "test" else 0), single.output

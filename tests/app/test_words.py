@@ -15,7 +15,6 @@ from molaplace.links import LINKS, as_link
 from molaplace.rules import RULES, as_rule
 from molaplace.structures import STRUCTURES, as_structure
 from molaplace.weights import check_weighting
-from molaplace_lab.models import MODELS
 
 TAKERS = {
     "structure": (STRUCTURES, as_structure),
@@ -26,7 +25,7 @@ TAKERS = {
     "score": (("brier",), lambda name: mola.rules.Score(name)),
     "draws": (("logits", "weights"), lambda name: mola.links.MonteCarlo(over=name)),
     "normalisation": (NORMALISATIONS, normalisation),
-    "network": (MODELS, lambda name: build_networks([name])),
+    "network": (("mlp",), lambda name: build_networks([name])),
     "outputs": (
         ("probs", "confidence"),
         lambda name: mola.export.graph.check_outputs([name], mola.ensemble(nn.Linear(2, 2))),

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from molaplace.errors import MolaWarning
 from molaplace.evaluation.results import METRICS
 from molaplace_lab.activations import open_networks
 from molaplace_lab.comparisons import COMPARISONS, methods_of
+from molaplace_lab.data.catalogue import load_images
+from molaplace_lab.data.images import split_validation
 from molaplace_lab.networks import find_networks
 from molaplace_lab.store import Store
 from molaplace_lab.suites.registry import find_suite
@@ -87,12 +90,17 @@ def made_again(tmp_path_factory):
     root = tmp_path_factory.mktemp("again")
     for name, folder in (("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")):
         shutil.copytree(require_shared(name), root / folder / "raw")
+    test = load_images("mnist", "test", root)
+    val, report = split_validation(test)
+    splits = {"train": load_images("mnist", "train", root), "val": val, "report": report}
+    splits["fashion"] = load_images("fashion-mnist", "test", root)
+    for name, images in splits.items():
+        np.savez(root / f"{name}.npz", x=images.pixels.numpy(), y=images.labels.numpy())
     job = Job(
-        network=("lenet",),
+        network=("molaplace_lab.models:lenet",),
         weights=tuple(str(ROOT / "networks" / "mnist" / f"{index:02d}.safetensors") for index in range(2)),
-        train="mnist:train",
-        val="mnist:val",
-        data=str(root),
+        train=str(root / "train.npz"),
+        val=str(root / "val.npz"),
         rule="threshold",
         threshold=find_suite("mnist").threshold,
     )
@@ -103,7 +111,8 @@ def made_again(tmp_path_factory):
             # The search leaves its grid here, as it did for the record, and warns.
             warnings.simplefilter("ignore", MolaWarning)
             run_fit(job, root / "posterior")
-            return run_evaluate(open_posterior(root / "posterior"), to_evaluate("mnist:report", "fashion-mnist:test"))
+            fitted = open_posterior(root / "posterior", trust=True)
+            return run_evaluate(fitted, to_evaluate(str(root / "report.npz"), str(root / "fashion.npz")))
     finally:
         torch.set_default_dtype(dtype)
 
@@ -115,8 +124,8 @@ def made_again(tmp_path_factory):
 )
 def test_todays_code_gives_the_recorded_numbers(made_again, method, kept_as):
     record = Store(RESULTS).read("mnist", kept_as, 0)
-    found = made_again.methods[method].labelled["mnist:report"]
-    out = made_again.methods[method].outliers["fashion-mnist:test"]
+    (found,) = made_again.methods[method].labelled.values()
+    (out,) = made_again.methods[method].outliers.values()
     kept, kept_out = record.labelled["test"], record.outliers["fashion-mnist"]
     assert (found.count, out.count) == (kept.count, kept_out.count)
     # Another processor rounds otherwise: a prediction or two of 8000 may fall on the other side of an edge.

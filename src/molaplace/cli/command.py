@@ -123,12 +123,15 @@ def _from_file(command: str, kind: type, declared: list[Option], given: dict[str
     path: Path | None = given.get("config")
     if path is None:
         return {}
-    from molaplace.cli.consent import check_values
+    from molaplace.cli.consent import require_trust
 
     path = path / "job.toml" if path.is_dir() else path
     kept = read_options(read_toml(path), kind, command, path)
-    alone = {one.label: kept[one.name] for one in declared if one.name in kept and one.name not in given}
-    check_values(alone, path, trust=given.get("trust", False))
+    for option in declared:
+        value = kept.get(option.name)
+        if option.name not in given and isinstance(value, (str, tuple)):
+            names = [value] if isinstance(value, str) else value
+            require_trust(map(str, names), path, option.label, trust=given.get("trust", False))
     return kept
 
 

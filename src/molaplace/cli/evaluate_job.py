@@ -21,7 +21,7 @@ from torch import Tensor
 from molaplace import __version__
 from molaplace.calibration.temperature import as_classes, fit_temperature
 from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
-from molaplace.cli.data.opening import are_same, overlap
+from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions, saved_calibration, saved_predictions
 from molaplace.cli.fit import make_rule
 from molaplace.cli.folder import PosteriorFolder
@@ -204,17 +204,12 @@ def run_evaluate(
         warn(note)
     # All sets are opened first, so that a wrong name is reported immediately.
     tuned_on = val or fitted.job.val
-    sources = {
-        name: fitted.open_dataset(name, labelled=name == test, directory=options.data, by_user=True)
-        for name in (test, *outliers)
-    }
+    sources = {name: fitted.open_dataset(name, labelled=name == test, by_user=True) for name in (test, *outliers)}
     held_out = None
     if tuned_on is not None:
         # If the folder was moved, it may refer to data that do not exist here.
         absent = None if val else "specify the validation data with --val DATA."
-        source = fitted.open_dataset(
-            tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
-        )
+        source = fitted.open_dataset(tuned_on, labelled=True, by_user=val is not None, absent=absent)
         reading = loader(source, "tuning", 0, labelled=True)
         held_out = posterior.read(reading, f"validation data {source.name}", labelled=True, team=together)
     exposed = None
@@ -420,11 +415,5 @@ def _seen_before(fitted: PosteriorFolder, test: str, val: str | None) -> list[st
         if name is not None and are_same(name, test):
             notes.append(
                 f"The test data are also the {what} data, so the scores are too optimistic. Use held-out data."
-            )
-        elif name is not None and overlap(name, test):
-            base = test.partition(":")[0]
-            notes.append(
-                f"The {what} data {name} and the test data {test} share images. "
-                f"Use {base}:val and {base}:report, which share no images."
             )
     return notes

@@ -87,7 +87,7 @@ def check_job(job: Job) -> None:
     """Raise `OptionError` for invalid options before any data are read."""
     if job.train is None:
         raise OptionError(
-            "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, or package.module:function)."
+            "there are no training data. Pass --train (a folder of images, .npz, .csv, or package.module:function)."
         )
     likelihood = job.meaning()
     make_preprocessing(job, Preprocessing(), "float32")
@@ -138,11 +138,7 @@ def run_fit(
         move(network, job.device)
     together = Team.single() if team is None else team
     account = SkippedInputs()
-    if job.download and not together.first:
-        together.share(None)  # waits until rank 0 has downloaded missing data
     data = FitData(job, built, account, progress, together)
-    if job.download and together.first:
-        together.share(None)
     # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
     # which may take hours.
     held_out = None

@@ -11,16 +11,16 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from molaplace.cli.consent import check_code, check_values
+from molaplace.cli.consent import require_trust
 from molaplace.cli.data.dataset import Set
-from molaplace.cli.data.opening import is_data_function, open_dataset
+from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks
@@ -78,21 +78,21 @@ class PosteriorFolder:
         name: str,
         *,
         labelled: bool,
-        directory: str | None = None,
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
         """Open data by name and prepare them in the same way as the training data.
 
-        Unless `by_user` is true, check code named in the folder.
+        Unless `by_user` is true, the name comes from the folder, and a function needs the user's consent.
         """
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
-        if not by_user and is_data_function(name):
-            check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
-        job = replace(self.job, data=directory or self.job.data)
-        return open_dataset(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=job)
+        if not by_user:
+            require_trust([name], self.folder, "--val", trust=self.trust)
+        return open_dataset(
+            name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+        )
 
 
 def _check_present(path: Path) -> None:
@@ -131,13 +131,13 @@ def open_posterior(
 ) -> PosteriorFolder:
     """Open a posterior written by `molaplace fit`: build its networks, load their weights and load the posterior.
 
-    `molaplace.cli.consent` checks the functions named in the folder.
+    Functions that only the folder names need the user's consent.
     """
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
     if not network:
-        check_values({"--network": job.network}, path, trust=trust)
+        require_trust(job.network, path, "--network", trust=trust)
     try:
         built = build_networks(network or job.network, job.weights, classes=result["outputs"])
         posterior = load_posterior(path, built.networks)

@@ -18,7 +18,6 @@ from molaplace.links import LINKS
 from molaplace.network import IGNORE_INDEX
 from molaplace.rules import RULES
 from molaplace.structures import STRUCTURES
-from molaplace_lab.models import MODELS
 
 Progress = Callable[[str, float], None]
 """Callback that takes a description of the current step and the fraction of the work completed, from 0 to 1."""
@@ -105,14 +104,14 @@ class Job:
     )
     network: tuple[str, ...] = option(
         (),
-        "Network: lenet, resnet-20, ..., module:function, timm:NAME or a Hugging Face folder. Can be repeated",
+        "Network: module:function, timm:NAME, a Hugging Face folder or mlp. Can be repeated",
         metavar="NAME",
         is_path=True,
-        names=MODELS,
+        names=("mlp",),
     )
     train: str | None = option(
         None,
-        "Training data: a folder with one subfolder of images per class, .npz, .csv, mnist:train, or module:function",
+        "Training data: a folder with one subfolder of images per class, .npz, .csv, module:function, or digits:train",
         metavar="DATA",
         is_path=True,
     )
@@ -132,14 +131,6 @@ class Job:
         metavar="NAMES",
         parse=parse_class_names,
     )
-    data: str | None = option(
-        None,
-        "Folder that contains the built-in data sets (or set MOLAPLACE_DATA)",
-        metavar="DIR",
-        envvar="MOLAPLACE_DATA",
-        is_path=True,
-    )
-    download: bool = option(False, "Download missing built-in data sets")
     strict: bool = option(False, "Stop at the first input that cannot be used")
     trust: bool = option(False, "Trust the --config file: import and run the functions that it names", kept=False)
 

@@ -2,7 +2,7 @@
 
 | name | network |
 |---|---|
-| `lenet`, `resnet-20`, ... | a network from `molaplace_lab.models`, with weights from files |
+| `mlp` | the perceptron for digits that `molaplace demo` trains, with weights from files |
 | `package.module:function` | the network that the function returns, with its own weights or weights from files |
 | `timm:NAME` | a timm architecture, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
@@ -19,14 +19,17 @@ from typing import Any
 
 from torch import nn
 
+from molaplace.cli.consent import is_function_name
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import MolaError, OptionError, StorageError, importing
+from molaplace.imported import import_builder
 from molaplace.options import counted, did_you_mean
+from molaplace.perceptrons import mlp
 from molaplace.saving.schema import parse
 from molaplace.saving.weights import load_weights, read_state
-from molaplace_lab.imported import import_builder, is_path
-from molaplace_lab.models import MODELS, build_network
-from molaplace_lab.networks import TIMM, timm_builder
+
+MLP = "mlp"
+TIMM = "timm:"
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """File extensions that identify weights in a folder."""
@@ -80,7 +83,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     """Build the networks and load their weights."""
     if not names:
         raise OptionError(
-            "there is no network. Use --network to specify one, such as lenet, package.module:function or a Hugging Face folder."
+            "there is no network. Use --network to specify one, such as package.module:function or a Hugging Face folder."
         )
     files = weight_files(weights)
     takers = [name for name in names if not is_folder(name)]
@@ -103,8 +106,8 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
         for name in names
     ]
     name = names[0]
-    if name in MODELS:
-        return BuiltNetworks(networks, files, Preprocessing(mode="L" if MODELS[name].input_shape[0] == 1 else "RGB"))
+    if name == MLP:
+        return BuiltNetworks(networks, files, Preprocessing(mode="L"))
     if name.startswith(TIMM):
         return BuiltNetworks(networks, files, timm_hints(networks[0]))
     if is_folder(name):
@@ -112,23 +115,16 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     return BuiltNetworks(networks, files, Preprocessing())
 
 
-def is_builder(name: str) -> bool:
-    """Return True for a name of the form `package.module:function`."""
-    return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_folder(name)
-
-
 def is_folder(name: str) -> bool:
     """Return True for a Hugging Face folder, which contains its own weights."""
-    return name not in MODELS and not name.startswith(TIMM) and Path(name).expanduser().is_dir()
+    return name != MLP and not name.startswith(TIMM) and Path(name).expanduser().is_dir()
 
 
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
-    if name in MODELS or name.startswith(TIMM):
+    if name == MLP or name.startswith(TIMM):
         if path is None:
             raise OptionError(f"{name} has no trained weights. Pass its weight files with --weights.")
-        build: Callable[[int], nn.Module] = (
-            timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
-        )
+        build = _digits_mlp if name == MLP else _timm_builder(name.removeprefix(TIMM))
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
             raise OptionError(
@@ -136,19 +132,43 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
                 f"fit`, omit --classes or list all {found} classes."
             )
         network = build(classes or found or 10)
-    elif is_builder(name):
+    elif is_function_name(name):
         network = _imported(name)
     else:
         near = (
-            " The file or folder does not exist." if "/" in name or name.startswith(".") else did_you_mean(name, MODELS)
+            " The file or folder does not exist." if "/" in name or name.startswith(".") else did_you_mean(name, [MLP])
         )
         raise OptionError(
-            f"unknown network {name!r}.{near} Expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; or a folder "
+            f"unknown network {name!r}.{near} Expected package.module:function, timm:NAME, {MLP}, or a folder "
             f"with config.json and model.safetensors."
         )
     if path is not None:
         load_weights(network, path)
     return network
+
+
+def _digits_mlp(classes: int) -> nn.Module:
+    return mlp(64, (256, 256), classes, bias=False)
+
+
+def _timm_builder(name: str) -> Callable[[int], nn.Module]:
+    if ":" in name:
+        raise OptionError(
+            f"timm:{name} would be downloaded. Expected the plain name of an architecture, such as resnet18."
+        )
+    with importing(f"the network {TIMM}{name}", "timm", "hub"):
+        import timm
+
+    def build(classes: int) -> nn.Module:
+        try:
+            network: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
+        except (RuntimeError, ValueError) as error:
+            raise OptionError(
+                f"timm cannot build {name!r}: {error}. timm.list_models() returns the available names."
+            ) from error
+        return network
+
+    return build
 
 
 def _imported(name: str) -> nn.Module:

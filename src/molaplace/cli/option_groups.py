@@ -47,13 +47,6 @@ class Device:
 class PosteriorOptions(Device):
     """Options for commands that open a posterior's folder."""
 
-    data: str | None = option(
-        None,
-        "Folder that contains the built-in data sets (or set MOLAPLACE_DATA)",
-        metavar="DIR",
-        envvar="MOLAPLACE_DATA",
-        panel=MORE,
-    )
     network: tuple[str, ...] = option(
         (),
         "Networks, named as in `molaplace fit`",

@@ -25,9 +25,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import molaplace as mola
 from molaplace.errors import OptionError
+from molaplace.imported import is_path
 from molaplace.options import one_of
 from molaplace.saving.schema import check_depth
-from molaplace_lab.imported import is_path
 
 KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),

@@ -39,7 +39,7 @@ class PredictOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
     inputs: str = option(
-        help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function",
+        help="A folder of images, .npz, .npy, .csv, or package.module:function",
         argument=True,
         metavar="DATA",
     )
@@ -89,7 +89,7 @@ def run_predict(
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
     columns = PredictionTable(output_names(fitted), posterior.likelihood, decisions, everything)
-    source = fitted.open_dataset(options.inputs, labelled=False, directory=options.data, by_user=True)
+    source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
     account, sums = SkippedInputs(), Sums(count=0, positions=0)
     progress("predicting", 0.0)
     with ExitStack() as stack:

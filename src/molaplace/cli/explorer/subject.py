@@ -132,7 +132,7 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
     ]
     if fitted.job.val is not None:
         try:
-            examples, notes = _examples(fitted, fitted.job.val, sight, options.data), []
+            examples, notes = _examples(fitted, fitted.job.val, sight), []
         except MolaError as error:
             notes = [f"There are no examples, because {fitted.job.val} cannot be read: {error}"]
     progress("done", 1.0)
@@ -147,10 +147,10 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
     )
 
 
-def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
+def _examples(fitted: PosteriorFolder, named: str, sight: Sight) -> list[Example]:
     # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
     # unknown, its first inputs are used.
-    source = fitted.open_dataset(named, labelled=False, directory=data, by_user=False)
+    source = fitted.open_dataset(named, labelled=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (
         rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None

@@ -1,4 +1,4 @@
-"""Importing functions from user code by name, in the form `package.module:function`."""
+"""Functions and classes of the user's code, imported by a name of the form `package.module:function`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from molaplace.errors import OptionError
 from molaplace.options import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["import_builder", "import_function"]
 
 
 def is_path(name: str) -> bool:
@@ -37,14 +40,14 @@ def split_name(name: str) -> tuple[str, str]:
 def import_function(name: str) -> Any:
     """Import `package.module:function`, which may be in the current folder. Exceptions raised by the user's code are not caught."""
     module_name, attribute = split_name(name)
-    with _here_first() as here:
+    with _current_folder_first() as folder:
         module = importlib.import_module(module_name)
         function = getattr(module, attribute)
-        is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
+        is_local = _is_in(sys.modules[module_name.partition(".")[0]], folder)
     # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
     # do not hide installed packages.
-    if is_here and here not in sys.path:
-        sys.path.append(here)
+    if is_local and folder not in sys.path:
+        sys.path.append(folder)
     return function
 
 
@@ -54,6 +57,8 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
     Raises:
         OptionError: the module or the function does not exist.
     """
+    from torch import nn
+
     module_name, attribute = split_name(name)
     try:
         function = import_function(name)
@@ -69,7 +74,7 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
         ) from error
 
     def build() -> nn.Module:
-        with _here_first():
+        with _current_folder_first():
             network = function()
         if not isinstance(network, nn.Module):
             raise OptionError(f"{name} returned {type(network).__name__}; expected a network (nn.Module).")
@@ -79,20 +84,20 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
 
 
 @contextmanager
-def _here_first() -> Iterator[str]:
+def _current_folder_first() -> Iterator[str]:
     # Search for modules in the current folder first, as Python does for a script in this folder.
-    here = str(Path.cwd())
-    known = here in sys.path
+    folder = str(Path.cwd())
+    known = folder in sys.path
     if not known:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
-        yield here
+        yield folder
     finally:
         if not known:
             with suppress(ValueError):  # the user's code may already have removed the folder
-                sys.path.remove(here)
+                sys.path.remove(folder)
 
 
 def _is_in(module: Any, folder: str) -> bool:
-    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
-    return any(Path(place).parent == Path(folder) for place in places)
+    files = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
+    return any(Path(file).parent == Path(folder) for file in files)

@@ -1,0 +1,177 @@
+"""Files of strangers: nothing that only a file names is imported without `--trust`, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.networks import build_networks
+from molaplace.errors import OptionError, StorageError
+from molaplace.imported import import_builder, import_function
+from molaplace.saving.weights import load_weights
+from tests.own_work import job_for, make_desk, with_job
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A posterior with its weights, as somebody would offer it for download."""
+    desk = make_desk(tmp_path_factory.mktemp("desk"), "own_networks_of_a_stranger")
+    folder = tmp_path_factory.mktemp("fitted") / "posterior"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.root)
+        patch.syspath_prepend(str(desk.root))
+        run_fit(job_for(desk), folder, bundle=True)
+    return desk, folder
+
+
+@pytest.fixture
+def download(bundle, tmp_path, monkeypatch):
+    """The user's current folder with a download in it: a posterior that names a module, which writes a witness when it is imported."""
+    desk, folder = bundle
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    class Download:
+        witness = tmp_path / "ran"
+        honest = desk.root / f"{desk.module}.py"
+
+        def __init__(self):
+            source = f"open({str(self.witness)!r}, 'w').close()\n{self.honest.read_text()}"
+            for module in ("evil.py", "dl/evil.py"):
+                path = tmp_path / module
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(source)
+
+        def posterior(self, network, val=None):
+            """A posterior's folder that names a network and, if given, a function for the validation data."""
+            path = Path("dl/posterior")
+            shutil.copytree(folder, path)
+            text = (path / "job.toml").read_text().replace(f'"{desk.module}:build"', json.dumps(network))
+            if val is not None:
+                text = re.sub(r'\nval = ".*"', f"\nval = {json.dumps(val)}", text, count=1)
+            return with_job(path, text)
+
+    yield Download()
+    for name in [name for name in sys.modules if name.startswith(("evil", "dl"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "code", ["evil:build", "dl.evil:build", "pytest:main", "torchvision.models:resnet18", "sys:exit"]
+)
+def test_a_network_that_only_the_folder_names_is_not_built(download, code):
+    folder = download.posterior(code)
+    with pytest.raises(OptionError, match=rf"names {code}.*--trust.*--network {code}"):
+        open_posterior(folder)
+    assert not download.witness.exists()
+
+
+def test_data_that_only_the_folder_names_are_not_opened(download):
+    folder = download.posterior("dl.evil:build", val="dl.evil:val")
+    Path("mine.py").write_text(download.honest.read_text())
+    fitted = open_posterior(folder, network=["mine:build"])
+    with pytest.raises(OptionError, match=r"--trust.*--val dl\.evil:val"):
+        fitted.open_dataset(fitted.job.val, labelled=True)
+    assert not download.witness.exists()
+
+
+@pytest.mark.parametrize("consent", [{"network": ["dl.evil:build"]}, {"trust": True}], ids=["named", "trusted"])
+def test_the_users_word_is_enough(download, consent):
+    assert len(open_posterior(download.posterior("dl.evil:build"), **consent).posterior.networks) == 3
+    assert download.witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "label"),
+    [
+        ("fit", {"train": "digits:train", "network": ["dl.evil:build"]}, "--network"),
+        ("fit", {"train": "dl.evil:train", "network": ["mlp"]}, "--train"),
+        ("fit", {"train": "digits:train", "network": ["mlp"], "outliers": "dl.evil:val"}, "--outliers"),
+        ("predict", {"inputs": "dl.evil:val"}, "DATA"),
+        ("evaluate", {"test": "digits:test", "ood": ["digits:val", "dl.evil:val"]}, "--ood"),
+        ("export", {"onnx": "x.onnx", "network": ["dl.evil:build"]}, "--network"),
+    ],
+)
+def test_a_run_file_is_not_the_users_word(download, mola_command, command, options, label):
+    lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
+    lines += [] if command == "fit" else [f"posterior = {json.dumps(str(download.posterior('evil:build')))}"]
+    Path("dl/run.toml").write_text("\n".join([f'command = "{command}"', "[options]", *lines]))
+    code, _, words = mola_command(command, "--config", "dl/run.toml", trust=False)
+    assert code == 1
+    assert re.search(rf"--trust.*{label} dl\.evil", " ".join(words.split()))
+    assert not download.witness.exists()
+
+
+@pytest.mark.parametrize("name", ["dl/evil:build", "../dl/evil:build", "./dl/evil.py:build", "dl\\evil:build"])
+def test_a_path_is_no_module(download, name):
+    folder = download.posterior(name)
+    with pytest.raises(OptionError, match="unknown network"):
+        open_posterior(folder, trust=True)
+    with pytest.raises(OptionError, match="Pass the name of a module, not a file"):
+        import_builder(name)
+    assert not download.witness.exists()
+
+
+def test_the_current_folder_does_not_hide_installed_packages(download, monkeypatch, tmp_path):
+    path = [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", list(path))
+    import_builder("torch.nn:Identity")()
+    assert sys.path == path
+    import_function("evil:build")
+    assert sys.path == [*path, str(tmp_path)], "the user's own code may import more, after what is installed"
+
+
+@pytest.mark.parametrize("kind", ["ForImageClassification", "ForSequenceClassification"])
+def test_code_in_a_folder_of_transformers_is_not_run(tmp_path, kind):
+    pytest.importorskip("transformers")
+    for module in ("modeling_evil.py", "configuration_evil.py"):
+        (tmp_path / module).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    classes = {"AutoConfig": "configuration_evil.EvilConfig", f"AutoModel{kind}": f"modeling_evil.Evil{kind}"}
+    config = {"model_type": "evil", "architectures": [f"Evil{kind}"], "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    with pytest.raises(StorageError, match="cannot be loaded by transformers"):
+        build_networks([str(tmp_path)])
+    assert not (tmp_path / "ran").exists()
+
+
+class Hostile:
+    def __reduce__(self):
+        return (open, ("it-ran", "w"))
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_objects_in_weights_are_not_made(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evil.pt"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps({"1.weight": Hostile()}))
+    else:
+        torch.save({"1.weight": Hostile()}, path, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(StorageError, match=r"evil\.pt"):
+        load_weights(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), path)
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_weights_that_are_stretched_are_refused(tmp_path):
+    """One number can stand for a million million classes."""
+    torch.save({"5.weight": torch.zeros(1).expand(10**12, 256)}, tmp_path / "wide.pt")
+    with pytest.raises((StorageError, OptionError), match=r"wide\.pt"):
+        build_networks(["mlp"], [str(tmp_path / "wide.pt")])
+
+
+@pytest.mark.parametrize("name", ["hf-hub:stranger/model", "hf_hub:stranger/model", "local-dir:/tmp"])
+def test_names_of_timm_download_nothing(name, tmp_path):
+    torch.save({"weight": torch.zeros(3, 2)}, tmp_path / "weights.pt")
+    with pytest.raises(OptionError, match="Expected the plain name of an architecture"):
+        build_networks([f"timm:{name}"], [str(tmp_path / "weights.pt")])
