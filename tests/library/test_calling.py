@@ -1,7 +1,11 @@
 """Any network and any batch, images of different sizes, and a checksum of the weights."""
 
+import random
+import sys
+import time
 import types
 from collections import UserDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import numpy as np
@@ -40,6 +44,46 @@ def test_networks_without_values_are_refused_before_the_first_pass():
         pass
     with pytest.raises(HeadError, match=r"nn\.Module, got function"), evaluating(lambda x: x):
         pass
+
+
+def dropping(seed):
+    torch.manual_seed(seed)
+    network = nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.9), nn.Linear(8, 3))
+    )
+    network[1].eval()  # a frozen layer
+    return network.double()
+
+
+def training_flags(network):
+    return [module.training for module in network.modules()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_threads_predict_without_dropout_and_leave_the_mode_as_it_was(compiled):
+    networks = [dropping(0), dropping(1)]
+    networks[1][3] = networks[0][3]  # part of both
+    flags = [training_flags(network) for network in networks]
+    passed = [torch.compile(networks[0], backend="eager"), networks[1]] if compiled else networks
+    posterior = mola.ensemble(passed)
+    expected = posterior(X)
+    assert [training_flags(network) for network in networks] == flags
+
+    def predict(seed):
+        if seed % 5 == 0:
+            with pytest.raises(DataError):
+                posterior.predict(torch.full_like(X, torch.nan))
+        time.sleep(random.Random(seed).random() / 1000)
+        return torch.equal(posterior(X), expected)
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(predict, range(300)))
+    finally:
+        sys.setswitchinterval(switch)
+    assert [training_flags(network) for network in networks] == flags
 
 
 # --- batches and loaders ------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -167,16 +169,19 @@ def check_network(network: nn.Module) -> None:
     """Raise an error if the network is not a module, or if any of its parameters is lazy or on the meta device."""
     if not isinstance(network, nn.Module):
         raise HeadError(f"expected the network to be an nn.Module, got {type(network).__name__}.")
+    if not any(is_lazy(parameter) or parameter.is_meta for parameter in network.parameters()):
+        return
+    kind = type(unwrapped(network)).__name__
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
-                f"{type(unwrapped(network)).__name__} has never been run: its lazy parameters, such as {name!r}, "
-                f"have no shape yet. Run it on one batch and load its trained weights first."
+                f"{kind} has never been run: its lazy parameters, such as {name!r}, have no shape yet. Run it on one batch and load "
+                f"its trained weights first."
             )
-        if parameter.device.type == "meta":
+        if parameter.is_meta:
             raise DataError(
-                f"{type(unwrapped(network)).__name__} is on the meta device: its weights, such as {name!r}, have no values. "
-                "Allocate them with network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
+                f"{kind} is on the meta device: its weights, such as {name!r}, have no values. Allocate them with "
+                f"network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
             )
 
 
@@ -194,22 +199,49 @@ def state_checksum(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
+@dataclass
+class _EvalMode:
+    # A module in eval mode, and the number of blocks that need it there.
+    module: nn.Module
+    training: bool
+    """Flag of the module before the first block, which the last block restores."""
+    blocks: int = 0
+
+
+_eval_modes: dict[int, _EvalMode] = {}  # keyed by id, because modules may compare equal or be unhashable
+_eval_modes_lock = threading.Lock()
+
+
 @contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode, and restore the training flag of every module on exit, even after an exception."""
+    """Put networks in eval mode, and restore the training flag of every module on exit, even after an exception.
+
+    Blocks may be nested or run in several threads: the first that needs a module puts it in eval mode, and the last restores its flag.
+    """
     for network in networks:
         check_network(network)
-    # Read all flags before setting any, because setting the flag of a compiled module also sets the flag of the module it wraps.
-    flags = [(module, module.training) for network in networks for module in network.modules()]
-    try:
-        for module, training in flags:
-            if training:
+    modules = [module for network in networks for module in network.modules()]
+    with _eval_modes_lock:
+        # Read all flags before setting any, because setting the flag of a compiled module also sets the flag of the module it wraps.
+        for module in modules:
+            mode = _eval_modes.get(id(module))
+            if mode is None:
+                mode = _eval_modes[id(module)] = _EvalMode(module, module.training)
+            mode.blocks += 1
+        for module in modules:
+            if module.training:
                 module.training = False
+    try:
         yield
     finally:
-        for module, training in flags:
-            if module.training != training:
-                module.training = training
+        with _eval_modes_lock:
+            for module in modules:
+                mode = _eval_modes[id(module)]
+                mode.blocks -= 1
+                if mode.blocks == 0:
+                    del _eval_modes[id(module)]
+                    if module.training != mode.training:
+                        module.training = mode.training
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:

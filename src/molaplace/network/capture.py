@@ -117,17 +117,13 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
 
 
 def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, int]:
-    # Return the outputs and their class axis. For dense outputs, this is usually the class axis of the last layer to run.
-    ran: list[Head] = []
-    with hooked(
-        [one for one in network.modules() if isinstance(one, Layer)], lambda one, *_: ran.append(Head("", one))
-    ):
-        outputs = call(network, inputs)
+    # Return the outputs and their class axis. Dense outputs usually have the size of a layer's outputs along one of two axes only.
+    outputs = call(network, inputs)
     if outputs.dim() <= 2:
         return likelihood.check_outputs(outputs, [("", outputs.shape)]), -1
-    if not ran or outputs.shape[ran[-1].axis] != ran[-1].outputs:
-        return outputs, find_head(network, inputs, None, likelihood).axis
-    return outputs, ran[-1].axis
+    layers = [Head("", module) for module in network.modules() if isinstance(module, Layer)]
+    axes = {layer.axis for layer in layers if outputs.shape[layer.axis] == layer.outputs}
+    return outputs, axes.pop() if len(axes) == 1 else find_head(network, inputs, None, likelihood).axis
 
 
 def capture_all(
