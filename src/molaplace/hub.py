@@ -1,6 +1,6 @@
-"""Save and load model-hub folders that contain networks, a posterior and a model card.
+"""Save posteriors with their networks and a model card, and exchange them with the Hugging Face hub.
 
-This module does not upload or download anything, and never runs code from a folder. A folder contains:
+No code from a folder or from the hub is ever run. A folder contains:
 
 config.json                     class names, and the type and precision of each network; written last
 networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json
@@ -17,22 +17,26 @@ import shutil
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from molaplace.errors import MissingExtraError, OptionError, StorageError
+from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
 from molaplace.posterior import MoLA
-from molaplace.saving.files import write_atomically
 from molaplace.saving.posterior import load_posterior
-from molaplace.saving.schema import Optional, check, check_seal, parse, sealed
+from molaplace.saving.schema import Optional, check, parse
 from molaplace.saving.weights import load_weights, save_weights
 
-FORMAT, VERSION = "molaplace-hub-folder", 1
-CONFIG, CARD, WEIGHTS = "config.json", "README.md", "model.safetensors"
+FORMAT = "molaplace-hub-folder"
+VERSION = 1
+CONFIG = "config.json"
+CARD = "README.md"
+WEIGHTS = "model.safetensors"
+FOLDERS = ("networks", "posterior", "tokenizer", "processor")
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's task names, keyed by the suffix of a transformers network's class name."""
@@ -55,12 +59,13 @@ def save(
     pipeline_tag: str | None = None,
     tokenizer: Any = None,
     processor: Any = None,
+    name: str | None = None,
 ) -> Path:
-    """Write a posterior, its networks and a model card to a folder for a model hub.
+    """Write a posterior, its networks and a model card to a folder. An older model in the folder is replaced when all is written.
 
     Args:
         posterior: the posterior from `mola.fit`.
-        folder: the folder to write to; it is created if it does not exist. Its name becomes the model's name.
+        folder: the folder to write to; it is created if it does not exist.
         classes: names of the outputs; by default, those in the transformers configuration, or numbers if there are none.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         license: identifier of the licence, such as "mit".
@@ -68,99 +73,121 @@ def save(
         pipeline_tag: the hub's task name, such as "tabular-classification"; by default, the task of a transformers network.
         tokenizer: any object that prepares texts and has a `save_pretrained` method; it is saved in the folder.
         processor: any object that prepares images and has a `save_pretrained` method; it is saved in the folder.
+        name: name of the model on the card, such as "user/name"; by default, the name of the folder.
 
     Returns:
         The path of the folder. `StorageError` is raised if the folder contains a model from another library.
     """
-    if not isinstance(posterior, MoLA) or posterior.structure is None:
-        got = "a plain ensemble" if isinstance(posterior, MoLA) else type(posterior).__name__
-        raise OptionError(f"must be a posterior from mola.fit, got {got}.", argument="posterior")
-    helpers = {name: one for name, one in (("tokenizer", tokenizer), ("processor", processor)) if one is not None}
-    for name, helper in helpers.items():
+    if type(posterior) is not MoLA or posterior.structure is None:
+        raise OptionError(
+            f"must be a posterior over last layers from mola.fit, got "
+            f"{'a plain ensemble' if type(posterior) is MoLA else type(posterior).__name__}. Posteriors over whole networks can be "
+            f"saved without their networks: posterior.save(folder).",
+            argument="posterior",
+        )
+    helpers = {"tokenizer": tokenizer, "processor": processor}
+    helpers = {role: helper for role, helper in helpers.items() if helper is not None}
+    for role, helper in helpers.items():
         if not hasattr(helper, "save_pretrained"):
             raise OptionError(
-                f"must be an object with a save_pretrained method, got {type(helper).__name__}.", argument=name
+                f"must be an object with a save_pretrained method, got {type(helper).__name__}.", argument=role
             )
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError(
             "must be results for this posterior alone, from mola.evaluate(posterior, test_loader).",
             argument="evaluation",
         )
-    try:
-        import huggingface_hub as library
-    except ImportError as error:
-        raise MissingExtraError("a model card", "huggingface_hub", "hub") from error
-    names, place = _class_names(posterior, classes), Path(folder).resolve()
-    _clear(place)
-    described = [
-        _save_network(network, place / "networks" / str(index)) for index, network in enumerate(posterior.networks)
-    ]
-    for name, helper in helpers.items():
-        helper.save_pretrained(place / name)
-    posterior.save(place / "posterior")
-    kind = type(posterior.networks[0]).__name__
-    task = pipeline_tag or next((task for end, task in TASKS.items() if kind.endswith(end)), None)
-    card = library.ModelCard.from_template(
-        library.ModelCardData(
-            library_name="molaplace",
-            model_name=place.name,
-            license=license,
-            tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
-            pipeline_tag=task,
-            eval_results=_results(library, evaluation, task),
-        ),
-        template_str=TEMPLATE.read_text(encoding="utf-8"),
-        name=place.name,
-        task=task,
-        posterior=posterior,
-        likelihood=posterior.likelihood,
-        kinds=sorted({type(network).__name__ for network in posterior.networks}),
-        classes=names,
-        needs_build=not all(one["from_pretrained"] for one in described),
-        helpers={
-            name: (re.sub(r"^transformers\..*", "transformers", type(one).__module__), type(one).__name__)
-            for name, one in helpers.items()
-        },
-        evaluation=evaluation,
-        plain=_plain,
-        quoted=lambda text: json.dumps(text, ensure_ascii=False),
-        listed=lambda values: ", ".join(f"{value:.4g}" for value in values),
-    )
-    write_atomically(place / CARD, str(card).encode())
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "library_name": "molaplace",
-        "classes": names,
-        "networks": described,
-    }
-    write_atomically(place / CONFIG, json.dumps(sealed(config), indent=2).encode())
-    return place
+    outputs = _class_names(posterior, classes)
+    target = Path(folder).resolve()
+    if target.exists() and not target.is_dir():
+        raise StorageError(f"{target} is a file. Pass the path of a folder.")
+    if (target / CONFIG).exists():
+        _read_config(target)  # raises StorageError for a folder written by another library
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target, prefix=".saving-") as temporary:
+        new = Path(temporary)
+        networks = [
+            _save_network(network, new / "networks" / str(index)) for index, network in enumerate(posterior.networks)
+        ]
+        for role, helper in helpers.items():
+            helper.save_pretrained(new / role)
+        posterior.save(new / "posterior")
+        needs_build = not all(network["from_pretrained"] for network in networks)
+        kind = type(posterior.networks[0]).__name__
+        task = pipeline_tag or next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None)
+        data = {"license": license, "tags": [*TAGS, *(tag for tag in tags if tag not in TAGS)], "pipeline_tag": task}
+        card = _card(posterior, name or target.name, data, outputs, helpers, evaluation, needs_build=needs_build)
+        (new / CARD).write_text(card, encoding="utf-8")
+        config = {"format": FORMAT, "version": VERSION, "library_name": "molaplace", "classes": outputs}
+        (new / CONFIG).write_text(json.dumps({**config, "networks": networks}, indent=2), encoding="utf-8")
+        # Without a configuration, a folder whose replacement is interrupted cannot be loaded as a mixture of two models.
+        (target / CONFIG).unlink(missing_ok=True)
+        for entry in FOLDERS:
+            shutil.rmtree(target / entry, ignore_errors=True)
+            if (new / entry).exists():
+                (new / entry).rename(target / entry)
+        (new / CARD).replace(target / CARD)
+        (new / CONFIG).replace(target / CONFIG)
+    return target
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn.Module] | None = None) -> MoLA:
-    """Load the posterior from a folder written by `save`, and check that the folder is complete and unchanged.
+def push(posterior: MoLA, repository: str, *, private: bool | None = None, **options: Any) -> str:
+    """Upload a posterior, its networks and a model card to the Hugging Face hub, as the user who is logged in.
 
     Args:
-        folder: the downloaded folder.
+        posterior: the posterior from `mola.fit`.
+        repository: name of the repository, such as "user/name"; it is created if it does not exist.
+        private: whether a new repository is private; by default, the setting of the account.
+        options: arguments of `save`, such as `classes`, `evaluation` and `license`.
+
+    Returns:
+        The address of the repository.
+    """
+    with importing("uploading to the hub", "huggingface_hub", "hub"):
+        import huggingface_hub
+    with TemporaryDirectory() as temporary:
+        folder = save(posterior, Path(temporary) / "model", name=repository, **options)
+        address = huggingface_hub.create_repo(repository, private=private, exist_ok=True)
+        huggingface_hub.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload a posterior with molaplace",
+            delete_patterns=[f"{entry}/*" for entry in FOLDERS],
+        )
+    return str(address)
+
+
+def load(
+    folder: str | Path,
+    build: Callable[[], nn.Module] | type | Sequence[nn.Module] | None = None,
+    *,
+    revision: str | None = None,
+) -> MoLA:
+    """Load a posterior from a folder written by `save` or from a repository on the Hugging Face hub, and check that it is complete.
+
+    Args:
+        folder: a local folder, or the name of a repository, such as "user/name", which is downloaded if it is not yet in the cache.
         build: a function that builds a network of the right architecture, into which the weights are loaded; a class with a
             `from_pretrained` method, such as `AutoModelForImageClassification` from transformers; or a list of networks that already
             have their weights. Not needed for transformers networks.
+        revision: branch, tag or commit of the repository.
 
     Returns:
         The posterior. `StorageError` is raised if a file is missing or damaged, is newer than this library, or belongs to a different
         network. `OptionError` is raised if `build` is required but not given.
     """
     place = Path(folder)
+    if not place.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        place = _download(str(folder), revision)
     config = _read_config(place)
     if build is not None and not callable(build):
-        models = list(build)
+        networks = list(build)
     else:
-        models = [
+        networks = [
             _load_network(place / "networks" / str(index), entry, build)
             for index, entry in enumerate(config["networks"])
         ]
-    return load_posterior(place / "posterior", models)
+    return load_posterior(place / "posterior", networks)
 
 
 def is_hub_folder(folder: str | Path) -> bool:
@@ -172,18 +199,63 @@ def is_hub_folder(folder: str | Path) -> bool:
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
-def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> list[Any] | None:
-    return [
-        library.EvalResult(
+def _download(repository: str, revision: str | None) -> Path:
+    with importing("downloading from the hub", "huggingface_hub", "hub"):
+        import huggingface_hub
+    patterns = [CONFIG, *(f"{entry}/*" for entry in FOLDERS)]
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{repository!r} is not a folder, and it cannot be downloaded from the Hugging Face hub ({error}). Check the name, the "
+            f"connection and, for a private repository, that you are logged in."
+        ) from error
+
+
+def _card(
+    posterior: MoLA,
+    name: str,
+    data: dict[str, Any],
+    classes: Sequence[str],
+    helpers: dict[str, Any],
+    evaluation: Evaluation | None,
+    *,
+    needs_build: bool,
+) -> str:
+    with importing("a model card", "huggingface_hub", "hub"):
+        from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    task = data["pipeline_tag"]
+    results = [
+        EvalResult(
             task_type=task or "other",
-            dataset_type=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "data",
-            dataset_name=name,
+            dataset_type=re.sub(r"[^a-z0-9]+", "-", dataset.lower()).strip("-") or "data",
+            dataset_name=dataset,
             metric_type=metric,
             metric_value=round(estimate.value, 6),
         )
-        for (_, name), metrics in (evaluation.rows if evaluation else {}).items()
+        for (_, dataset), metrics in (evaluation.rows if evaluation else {}).items()
         for metric, estimate in metrics.items()
-    ] or None
+    ]
+    card = ModelCard.from_template(
+        ModelCardData(library_name="molaplace", model_name=name, eval_results=results or None, **data),
+        template_str=TEMPLATE.read_text(encoding="utf-8"),
+        name=name,
+        task=task,
+        posterior=posterior,
+        likelihood=posterior.likelihood,
+        kinds=sorted({type(network).__name__ for network in posterior.networks}),
+        classes=classes,
+        needs_build=needs_build,
+        helpers={
+            role: (re.sub(r"^transformers\..*", "transformers", type(helper).__module__), type(helper).__name__)
+            for role, helper in helpers.items()
+        },
+        evaluation=evaluation,
+        plain=_plain,
+        quoted=lambda text: json.dumps(text, ensure_ascii=False),
+        listed=lambda values: ", ".join(f"{value:.4g}" for value in values),
+    )
+    return str(card)
 
 
 def _plain(text: str) -> str:
@@ -191,25 +263,13 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
-def _clear(folder: Path) -> None:
-    # Remove the previous model; the folder then cannot be loaded until the new model is complete.
-    if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder} is a file. Pass the path of a folder.")
-    if (folder / CONFIG).exists():
-        _read_config(folder)  # raises StorageError for a folder written by another library
-        (folder / CONFIG).unlink()
-        for name in ("networks", "tokenizer", "processor", "posterior"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
+def _class_names(posterior: MoLA, classes: Sequence[str] | None) -> list[str]:
     head = posterior.components[0].head
     width = posterior.likelihood.num_uncertain(head.outputs) if head else 0
     known = getattr(getattr(posterior.networks[0], "config", None), "id2label", None)
-    if given is None and isinstance(known, dict) and known:
-        given = [known[index] for index in sorted(known)]
-    names = [str(name) for name in (range(width) if given is None else given)]
+    if classes is None and isinstance(known, dict) and known:
+        classes = [known[index] for index in sorted(known)]
+    names = [str(name) for name in (range(width) if classes is None else classes)]
     if len(set(names)) != len(names) or len(names) != width:
         raise OptionError(f"must be {width} different names, one for each output; got {names}.", argument="classes")
     return names
@@ -245,7 +305,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise StorageError(
             f"{path} has version {config.get('version')!r}, but this version of molaplace reads only version {VERSION}. Update molaplace."
         )
-    check_seal(config, path)
     check(config, SCHEMA, "")
     return config
 
@@ -284,14 +343,12 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
         raise OptionError(
             f"{place} holds a {entry['type']}. Pass a function that builds this network: mola.hub.load(folder, build)."
         )
-    try:
+    with importing(f"loading a {kind[-1]}", "transformers", "transformers"):
         import transformers
-    except ImportError as error:
-        raise MissingExtraError(f"loading a {kind[-1]}", "transformers", "transformers") from error
-    found = getattr(transformers, kind[-1], None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    network_class = getattr(transformers, kind[-1], None)
+    if not (isinstance(network_class, type) and issubclass(network_class, transformers.PreTrainedModel)):
         raise StorageError(
             f"{place} contains a {kind[-1]}, which this version of transformers does not provide. Pass a function that "
             f"builds this network: mola.hub.load(folder, build)."
         )
-    return found
+    return network_class

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,6 @@ import molaplace as mola
 from molaplace import hub
 from molaplace.errors import OptionError, StorageError
 from molaplace.evaluation import Estimate, Evaluation
-from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,9 +75,7 @@ def test_the_card_is_what_hubs_and_people_read(tmp_path, posterior, monkeypatch)
     exec(snippet, namespace)
     assert_close(namespace["prediction"].probs, posterior(X), "float64")
     assert f"| nll | {measured['MoLA', 'test']['nll']} |" in body
-    from huggingface_hub import ModelCard
-
-    results = ModelCard.load(folder / "README.md").data.eval_results
+    results = huggingface_hub.ModelCard.load(folder / "README.md").data.eval_results
     assert {(one.dataset_name, one.task_type) for one in results} == {
         (name, "tabular-classification") for name in ("test", 'Rows: "later"', "far")
     }
@@ -89,6 +88,7 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path, posterior):
         (posterior, {"classes": ["a", "b"]}, "3 different names"),
         (posterior, {"tokenizer": str}, "tokenizer must be an object with a save_pretrained method"),
         (mola.ensemble(posterior.networks), {}, "plain ensemble"),
+        (mola.whole.fit(build(), [(X, Y)], subnetwork=5), {}, r"whole networks.*posterior\.save"),
         (build(), {}, "Sequential"),
     ):
         with pytest.raises(OptionError, match=words):
@@ -146,7 +146,7 @@ def damage(folder, name, how):
     else:
         document = json.loads(path.read_bytes())
         how(document)
-        path.write_text(json.dumps(sealed(document) if "sha256" in document else document))
+        path.write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,62 @@ def test_another_architecture_or_another_models_folder_is_refused(tmp_path, post
 
 
 def test_saving_again_replaces_the_old_model(tmp_path, posterior):
-    hub.save(posterior, tmp_path / "model")
+    folder = hub.save(posterior, tmp_path / "model")
+    (folder / ".gitattributes").write_text("the user's")
     single = mola.fit(build(), [(X, Y)], progress=False)
-    hub.save(single, tmp_path / "model")
-    assert_close(hub.load(tmp_path / "model", build)(X), single(X), "float64")
-    assert sorted(path.name for path in (tmp_path / "model" / "networks").iterdir()) == ["0"]
+    hub.save(single, folder)
+    assert_close(hub.load(folder, build)(X), single(X), "float64")
+    assert [path.name for path in (folder / "networks").iterdir()] == ["0"]
+    with torch.no_grad():
+        single.networks[0][3].weight += 1
+    with pytest.raises(StorageError, match="have changed since the posterior was fitted"):
+        hub.save(single, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".gitattributes", "README.md", "config.json", "networks", "posterior"
+    ]  # fmt: skip
+    assert hub.load(folder, build).components[0].layer.sums.count == len(X), "the old model is still readable"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A hub that is a folder."""
+    root = tmp_path / "server"
+
+    def create_repo(repo_id, *, private, exist_ok):
+        (root / repo_id).mkdir(parents=True, exist_ok=exist_ok)
+        return f"https://hub/{repo_id}{' (private)' if private else ''}"
+
+    def upload_folder(*, repo_id, folder_path, commit_message, delete_patterns):
+        huggingface_hub.ModelCard.load(Path(folder_path) / "README.md")
+        for pattern in delete_patterns:
+            shutil.rmtree(root / repo_id / pattern.removesuffix("/*"), ignore_errors=True)
+        shutil.copytree(folder_path, root / repo_id, dirs_exist_ok=True)
+
+    def snapshot_download(repo_id, *, revision, allow_patterns):
+        if not (root / repo_id).exists() or revision not in (None, "main"):
+            raise huggingface_hub.utils.LocalEntryNotFoundError("404")
+        return str(root / repo_id)
+
+    for function in (create_repo, upload_folder, snapshot_download):
+        monkeypatch.setattr(huggingface_hub, function.__name__, function)
+    return root
+
+
+def test_a_posterior_is_uploaded_and_downloaded(server, posterior):
+    assert (
+        hub.push(posterior, "me/insects", private=True, classes=NAMES, license="mit")
+        == "https://hub/me/insects (private)"
+    )
+    assert_close(hub.load("me/insects", build)(X), posterior(X), "float64")
+    front, body = read_card(server / "me/insects")
+    assert front["license"] == "mit"
+    assert 'mola.hub.load("me/insects", build)' in body
+    hub.push(mola.fit(build(), [(X, Y)], progress=False), "me/insects")
+    assert len(hub.load("me/insects", build, revision="main").networks) == 1
+    assert len(list((server / "me/insects/posterior").iterdir())) == 2
+    for name, revision in (("me/birds", None), ("me/insects", "v2")):
+        with pytest.raises(StorageError, match=r"cannot be downloaded.*404"):
+            hub.load(name, build, revision=revision)
 
 
 class Preparing:
@@ -219,7 +270,7 @@ def test_a_tokenizer_goes_with_the_model_or_the_card_names_what_is_missing(tmp_p
     options = {"pipeline_tag": "text-classification"}
     folder = hub.save(posterior, tmp_path / "model", tokenizer=Preparing(), processor=Preparing(), **options)
     card = (folder / "README.md").read_text()
-    assert 'tokenizer = Preparing.from_pretrained("model/tokenizer")' in card
+    assert 'tokenizer = Preparing.from_pretrained("model", subfolder="tokenizer")' in card
     assert "contains no" not in card
     assert (folder / "tokenizer" / "vocabulary.txt").read_text() == "a b c"
     hub.save(posterior, folder, **options)
