@@ -98,10 +98,10 @@ def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
     with pytest.raises(StorageError, match=r"tensor\.pt contains a Tensor"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
     (tmp_path / "text.pt").write_text("not weights at all")
-    with pytest.raises(StorageError, match=r"text\.pt is neither a safetensors file nor"):
+    with pytest.raises(StorageError, match=r"text\.pt is .*not a file of weights"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"weight": [1.0]}))
-    with pytest.raises(StorageError, match=r"plain\.pkl is a pickle file that was not written by torch\.save"):
+    with pytest.raises(StorageError, match=r"plain\.pkl is .*not a file of weights"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "plain.pkl")])
     with pytest.raises(StorageError, match="do not match this network"):
         build_networks([f"{desk.module}:wide"], [desk.weights()[0]])

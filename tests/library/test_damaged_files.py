@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import random
-import zipfile
 
 import pytest
 import torch
@@ -237,12 +236,6 @@ def test_code_in_a_weights_file_is_not_run(tmp_path, monkeypatch, modern):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_zip_bomb_is_refused(tmp_path):
-    with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(10**7))
-    refused(small(), tmp_path / "w.pt", "declares an unpacked size of 10,000,000")
-
-
 @pytest.mark.parametrize("form", ["safetensors", "torch", "old torch"])
 def test_damaged_weights_are_refused(form, tmp_path):
     path, source = tmp_path / "damaged", small(1)
@@ -253,11 +246,11 @@ def test_damaged_weights_are_refused(form, tmp_path):
     whole = path.read_bytes()
     for length in (0, 5, 9, 100, len(whole) // 2, len(whole) - 8):
         path.write_bytes(whole[:length])
-        refused(small(2), path, "damaged is truncated")
+        refused(small(2), path, "damaged is damaged, truncated")
         with pytest.raises(StorageError, match="damaged is"):
             read_metadata(path)
     path.write_bytes(whole[:9] + b"?" * 31 + whole[40:])
-    refused(small(2), path, "truncated or corrupt")
+    refused(small(2), path, "damaged, truncated")
     for place, changed in flips(whole, random.Random(3), 60):
         path.write_bytes(changed)
         try:

@@ -269,7 +269,7 @@ def test_files_without_weights(tmp_path):
     refused(small(), tmp_path / "none.pt", "does not exist")
     refused(small(), tmp_path, "is a folder")
     path.write_bytes(b"just some text")
-    refused(small(), path, "neither a safetensors file nor a torch.save file")
+    refused(small(), path, "not a file of weights")
     for content, words in (
         (torch.ones(3), "contains a Tensor"),
         ({"epoch": 3, "optimizer": {}}, "contains no weights; found epoch, optimizer"),
