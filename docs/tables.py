@@ -16,9 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
+from molaplace.report.numbers import Quantity
 from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
 from molaplace_lab.report.reading import SuiteResults, read_suites
+from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers
 from molaplace_lab.report.tables import suite_tables
 from molaplace_lab.uci import METHODS, as_good, gap_table, read_records, score_table
 
@@ -348,7 +349,7 @@ def _default(name: str) -> str:
     numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
     if kind == "outliers":
         header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
-        on = {one.name: On(one.name, "auroc", BY_CONFIDENCE) for one in found.of_role("outlier")}
+        on = {one.name: Quantity(one.name, "auroc", BY_CONFIDENCE) for one in found.of_role("outlier")}
         return markdown_rows(header, [[one, *_compared(numbers, on[one], 100, 2, sign=1)] for one in on])
     columns = {"NLL": ("nll", 1, 4), "ECE %": ("ece", 100, 2), "AURC x 1000": ("aurc", 1000, 2)}
     header = ["", *(f"{title} {word}" for title in columns for word in (*RIVALS, "default", "difference"))]
@@ -357,18 +358,18 @@ def _default(name: str) -> str:
     for one in (*found.of_role("test"), *found.of_role("shift")):
         row = [one.name]
         for metric, factor, digits in columns.values():
-            row += _compared(numbers, On(one.name, metric), factor, digits, sign=-1)[:-1]
+            row += _compared(numbers, Quantity(one.name, metric), factor, digits, sign=-1)[:-1]
         rows.append(row)
     return markdown_rows(header, rows)
 
 
-def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sign: int) -> list[str]:
+def _compared(numbers: Numbers, quantity: Quantity, factor: float, digits: int, *, sign: int) -> list[str]:
     """Return the mean for each method, the default minus DE-T, and the number of runs in which the default is at least as good."""
     estimates = [one for one in numbers(quantity, factor).values() if one is not None]
     gap = estimates[-1].minus(estimates[0])
     ahead = sum(sign * value >= 0 for value in gap.by_run.values())
-    means = [f"{one.mean:.{digits}f}" for one in estimates]
-    return [*means, f"{gap.mean:+.{digits}f} ± {gap.error:.{digits}f}", f"{ahead} of {gap.runs}"]
+    means = [f"{one.value:.{digits}f}" for one in estimates]
+    return [*means, f"{gap.value:+.{digits}f} ± {gap.error:.{digits}f}", f"{ahead} of {gap.runs}"]
 
 
 def _default_summary() -> str:
@@ -379,11 +380,11 @@ def _default_summary() -> str:
         numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
         outliers = tuple(one.name for one in found.of_role("outlier"))
         for name, quantity, factor, digits in (
-            ("test NLL", On("test", "nll"), 1, 3),
+            ("test NLL", Quantity("test", "nll"), 1, 3),
             ("shifted NLL", numbers.shifted("nll"), 1, 2),
-            ("OOD AUROC %", On(outliers, "auroc", BY_CONFIDENCE), 100, 1),
+            ("OOD AUROC %", Quantity(outliers, "auroc", BY_CONFIDENCE), 100, 1),
         ):
-            means = [f"{one.mean:.{digits}f}" for one in numbers(quantity, factor).values() if one is not None]
+            means = [f"{one.value:.{digits}f}" for one in numbers(quantity, factor).values() if one is not None]
             rows += [[f"{title}, {name}", *means]] if means else []
     return markdown_rows(["", *RIVALS, "default"], rows)
 

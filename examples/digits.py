@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace_lab.data.transforms import rotate
+from molaplace.demo import rotate
 
 NETWORKS = 5
 ANGLES = range(0, 181, 30)

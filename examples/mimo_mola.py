@@ -17,7 +17,7 @@ from torch import nn
 import molaplace as mola
 import molaplace_lab.mimo
 from molaplace import metrics
-from molaplace_lab.data.embedded import natural_patches, uniform_noise
+from molaplace.demo import natural_patches, uniform_noise
 from molaplace_lab.training import train_mimo
 
 MEMBERS = 3

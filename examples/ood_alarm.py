@@ -17,8 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import molaplace as mola
-from molaplace_lab.data.embedded import natural_patches, uniform_noise
-from molaplace_lab.data.transforms import rotate
+from molaplace.demo import natural_patches, rotate, uniform_noise
 
 NETWORKS = 5
 RATES = (0.01, 0.05, 0.10)

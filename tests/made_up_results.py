@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from molaplace.evaluation.record import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult, Record
+from molaplace.evaluation import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult
+from molaplace_lab.record import Record
 from molaplace_lab.store import Store
 
 QUALITY = {"MAP": 0, "MAP-T": 1, "DE": 2, "DE-T": 3, "LLLA": 4, "MoLA": 6, "MoLA (distance)": 5}

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from molaplace.cli.evaluate_job import EvaluateOptions
+from molaplace.cli.evaluate import EvaluateOptions
 from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Job

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import molaplace as mola
+from molaplace.demo import two_moons
 from molaplace.errors import MolaWarning
 from molaplace.metrics import mean_confidence, negative_log_likelihood
 from molaplace.report.style import INK, Figure, as_png, canvas, colours, drawing
-from molaplace_lab.data.embedded import two_moons
 from molaplace_lab.training import Labelled, Recipe, mlp, train_ensemble
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -104,3 +104,17 @@ def warn(message: str) -> None:
         frame = frame.f_back
         depth += 1
     warnings.warn(message, MolaWarning, stacklevel=depth)
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect this library's warnings in a list that is filled when the context exits; other warnings are shown as usual."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MolaWarning)
+        yield messages
+    for warning in caught:
+        if issubclass(warning.category, MolaWarning):
+            messages.append(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

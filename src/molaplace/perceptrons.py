@@ -51,6 +51,8 @@ def train_mlps(
     learning_rate: float,
     weight_decay: float,
     optimiser: Callable[..., Optimizer] = torch.optim.AdamW,
+    bias: bool = True,
+    on_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> list[nn.Sequential]:
     """Train K perceptrons with a learning rate that falls to 0 along a half cosine, without changing torch's random state.
 
@@ -67,6 +69,8 @@ def train_mlps(
         learning_rate: initial learning rate.
         weight_decay: weight decay of the optimiser.
         optimiser: function that creates an optimiser from parameters, `lr` and `weight_decay`.
+        bias: include biases.
+        on_epoch: function that is called with the number of completed epochs.
 
     Returns:
         The trained networks, in eval mode and with the data type of the inputs.
@@ -79,19 +83,15 @@ def train_mlps(
     with torch.random.fork_rng(devices=[]):
         for own in seeds:
             torch.manual_seed(own)
-            networks.append(mlp(inputs.shape[1], hidden, outputs).to(inputs.dtype))
+            networks.append(mlp(inputs.shape[1], hidden, outputs, bias=bias).to(inputs.dtype))
             orders.append(torch.Generator())
             orders[-1].set_state(torch.get_rng_state())
     layers = list(zip(*([one for one in network if isinstance(one, nn.Linear)] for network in networks), strict=True))
-    stacked = [
-        (
-            nn.Parameter(torch.stack([layer.weight.detach().T for layer in same])),  # (K, in, out)
-            nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in same])),  # (K, 1, out)
-        )
-        for same in layers
-    ]
-    parameters = [part for pair in stacked for part in pair]
-    stepper = optimiser(parameters, lr=learning_rate, weight_decay=weight_decay)
+    weights = [
+        nn.Parameter(torch.stack([layer.weight.detach().T for layer in same])) for same in layers
+    ]  # (K, in, out)
+    biases = [nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in same])) for same in layers if bias]
+    stepper = optimiser([*weights, *biases], lr=learning_rate, weight_decay=weight_decay)
     steps = epochs * math.ceil(len(inputs) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepper, steps)
     for epoch in range(1, epochs + 1):
@@ -99,8 +99,9 @@ def train_mlps(
         for rows in torch.split(shuffled, batch_size, dim=1):
             stepper.zero_grad()
             values = inputs[rows]
-            for index, (weight, bias) in enumerate(stacked):
-                values = torch.baddbmm(bias, functional.relu(values) if index else values, weight)
+            for index, weight in enumerate(weights):
+                values = functional.relu(values) if index else values
+                values = torch.baddbmm(biases[index], values, weight) if bias else torch.bmm(values, weight)
             losses = loss(values.flatten(0, 1), labels[rows].flatten(0, 1)).view(rows.shape).mean(1)
             losses.sum().backward()  # type: ignore[no-untyped-call]
             stepper.step()
@@ -109,9 +110,11 @@ def train_mlps(
             raise DataError(
                 f"expected finite losses, got {losses.tolist()} after epoch {epoch}. Use a learning rate below {learning_rate}."
             )
+        on_epoch(epoch)
     with torch.no_grad():
-        for (weight, bias), same in zip(stacked, layers, strict=True):
+        for index, same in enumerate(layers):
             for member, layer in enumerate(same):
-                layer.weight.copy_(weight[member].T)
-                layer.bias.copy_(bias[member, 0])
+                layer.weight.copy_(weights[index][member].T)
+                if bias:
+                    layer.bias.copy_(biases[index][member, 0])
     return [network.eval() for network in networks]

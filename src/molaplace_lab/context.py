@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from molaplace.evaluation.answers import Answer
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.outliers import max_probability_score
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations import Activations, Network, fast_inputs
 from molaplace_lab.activations_file import BATCH, TensorFile, write_rows
-from molaplace_lab.methods import Material
+from molaplace_lab.methods import BatchPrediction, Material
 from molaplace_lab.suite import Source, Suite, TrainingData, checksum
 
 Predictor = Callable[[Tensor], Tensor]
@@ -34,13 +33,13 @@ class StoredPrediction:
     own_entropy: Tensor
     """Mean entropy (n,) of the predictions of the individual predictors."""
 
-    def answer(self, predictors: int) -> Answer:
+    def answer(self, predictors: int) -> BatchPrediction:
         """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
         total = entropy(self.probs)
         given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
             given["mutual information"] = (total - self.own_entropy).clamp(min=0)
-        return Answer(self.probs, given)
+        return BatchPrediction(self.probs, given)
 
     @staticmethod
     def mean(predictions: Iterable[StoredPrediction]) -> StoredPrediction:

@@ -222,3 +222,19 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
         "maximum logit": lambda seen: max_logit_score(seen.logits).mean(1),
         **{name: ensemble(members) for name, members in kinds.items()},
     }
+
+
+def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
+    r"""Return the generalised entropy (GEN; Liu et al., 2023) of each row of probabilities (n, C); it is higher for outliers.
+
+    .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
+
+    The sum runs over the M largest probabilities. Because gamma is small, the score responds to small probabilities even when a
+    network is almost certain. The defaults for gamma and M are the authors' choices for 1000 classes.
+    """
+    # The complement of the largest probability is computed as the sum of all others, because 1 - p
+    # rounds to 0 for float32 numbers near 1.
+    ordered = probs.double().sort(dim=1, descending=True).values.clamp(0, 1)
+    rest = 1 - ordered
+    rest[:, 0] = ordered[:, 1:].sum(1)
+    return (ordered * rest)[:, :largest].pow(exponent).sum(1)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import molaplace as mola
+from molaplace.errors import collect_warnings
 from molaplace.saving.files import DOCUMENT
 from molaplace_lab.activations import Network, fast_inputs, fast_network, network_checksum
 from molaplace_lab.activations_file import Stored
 from molaplace_lab.context import Context, StoredPrediction
-from molaplace_lab.methods import RULES, Fitted, LastLayer, noting
+from molaplace_lab.methods import RULES, Fitted, LastLayer
 from molaplace_lab.mimo import Mimo
 from molaplace_lab.suite import MimoBudget, SwagBudget, TrainingData
 from molaplace_lab.swag import Swag
@@ -195,7 +196,7 @@ class WholeNetworks:
         held_out = context.sources["validation"].checksum
         identity = ([network.checksum for network in networks], self.settings(), held_out, context.threshold)
         folder = context.folder("whole", *identity)
-        with noting() as notes:
+        with collect_warnings() as notes:
             if (folder / DOCUMENT).exists():
                 posterior = mola.whole.load(folder, models)
             else:

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molaplace.evaluation.answers import Answer, outlier_columns
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation import PredictionColumns
 from molaplace.uncertainty import entropy
+from molaplace_lab.methods import BatchPrediction
 
-Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
+Answers = Callable[[str, bool], Iterable[tuple[BatchPrediction, Tensor]]]
 """Function that takes a set's name and a flag that requests OOD scores, and yields batches of predictions and labels."""
 
 
@@ -81,13 +81,18 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answe
     in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
     `in-scope accuracy` is the fraction of in-scope test data that are accepted and classified correctly.
     """
-    known, unknown, inside, outside = (
-        Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)
-    )
-    found: dict[str, float] = {}
-    for score in outlier_columns(inside):
-        threshold = best_threshold(known[score], known["correct"], unknown[score])
-        accepted = inside[score] <= threshold
-        found[f"in-scope accuracy, {score}"] = float((accepted * inside["correct"]).double().mean())
-        found[f"out-of-scope recall, {score}"] = float((outside[score] > threshold).double().mean())
-    return found
+    known, unknown, inside, outside = (_columns(answers(name, True)) for name in (*validation, *test))
+    rates: dict[str, float] = {}
+    for score in inside.scores.names:
+        threshold = best_threshold(known.scores[score], known.data["correct"], unknown.scores[score])
+        accepted = inside.scores[score] <= threshold
+        rates[f"in-scope accuracy, {score}"] = float((accepted * inside.data["correct"]).double().mean())
+        rates[f"out-of-scope recall, {score}"] = float((outside.scores[score] > threshold).double().mean())
+    return rates
+
+
+def _columns(predictions: Iterable[tuple[BatchPrediction, Tensor]]) -> PredictionColumns:
+    columns = PredictionColumns()
+    for prediction, labels in predictions:
+        columns.add_probabilities(prediction.probs, labels, prediction.scores)
+    return columns

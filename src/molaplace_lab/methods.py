@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar
@@ -19,14 +17,14 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import fit_temperature
-from molaplace.errors import MolaWarning, OptionError
-from molaplace.evaluation.answers import Answer, gen_score
+from molaplace.errors import OptionError, collect_warnings
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.options import one_of
 from molaplace.outliers import max_probability_score
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations_file import Seen, Stored
+from molaplace_lab.detectors import gen_score
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
 """Functions, keyed by name, that compute outlier scores from stored features and logits."""
@@ -47,12 +45,22 @@ class Material:
 
 
 @dataclass(frozen=True)
+class BatchPrediction:
+    """Predictions of a classifier for a batch."""
+
+    probs: Tensor
+    """Probabilities, shape (n, C)."""
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    """Outlier scores by name, each of shape (n,)."""
+
+
+@dataclass(frozen=True)
 class Fitted:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
     """Function that returns the labelled batches of a set, given its name."""
-    answer: Callable[[Any, bool], Answer]
+    answer: Callable[[Any, bool], BatchPrediction]
     """Function that returns predictions for a batch, with or without outlier scores."""
     chosen: dict[str, Any]
     """Tuned values."""
@@ -83,20 +91,6 @@ class Method(Protocol[MaterialT]):
 
     def fit(self, material: MaterialT, /) -> Fitted:
         """Fit and tune the method."""
-
-
-@contextmanager
-def noting() -> Iterator[list[str]]:
-    """Collect the library's warnings in a list that is filled when the context exits; other warnings are shown as usual."""
-    notes: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", MolaWarning)
-        yield notes
-    for one in caught:
-        if issubclass(one.category, MolaWarning):
-            notes.append(str(one.message))
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
@@ -158,7 +152,7 @@ class LastLayer:
                 f"{self.name} scales the logits before fitting, so it requires stored training activations. Omit --stream."
             )
         start = time.perf_counter()
-        with noting() as notes:
+        with collect_warnings() as notes:
             networks = validation.heads
             chosen: dict[str, Any] = {}
             if self.temperature:
@@ -178,10 +172,10 @@ class LastLayer:
         def detectors() -> FeatureScores:
             return {} if train is None else material.detectors(train, validation)
 
-        def answer(seen: Seen, scores: bool) -> Answer:
+        def answer(seen: Seen, scores: bool) -> BatchPrediction:
             if not (scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in seen.batches()])
-                return Answer(probs, {"max probability": max_probability_score(probs, CATEGORICAL)})
+                return BatchPrediction(probs, {"max probability": max_probability_score(probs, CATEGORICAL)})
             found = posterior.predict(seen.batches(), progress=False)
             given = {
                 "max probability": max_probability_score(found.probs, CATEGORICAL),
@@ -199,7 +193,7 @@ class LastLayer:
                     given["distance"] = distance
             elif not self.temperature:
                 given |= {name: score(seen) for name, score in detectors().items()}
-            return Answer(found.probs, given)
+            return BatchPrediction(found.probs, given)
 
         def batches(name: str) -> Iterator[tuple[Seen, Tensor]]:
             return ((seen, seen.labels) for seen in self._read(material, name).slices())

@@ -20,16 +20,22 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError, StorageError, warn
-from molaplace.evaluation.answers import Answer
-from molaplace.evaluation.record import Record
-from molaplace.evaluation.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation import (
+    METRICS,
+    NUM_EXAMPLES,
+    PredictionColumns,
+    examples_of,
+    labelled_result,
+    outlier_result,
+)
 from molaplace_lab.activations import Activations, Network, Progress
 from molaplace_lab.activations_file import Stored
 from molaplace_lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
 from molaplace_lab.context import Context
 from molaplace_lab.detectors import feature_scores
 from molaplace_lab.measures import Measure
+from molaplace_lab.methods import BatchPrediction
+from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
 from molaplace_lab.training import Labelled
@@ -183,7 +189,7 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
     examples = {}
     for name, source in plan.sources.items():
         if source.role in ("test", "shift", "outlier") and source.show is not None:
-            shown = source.show(range(min(EXAMPLES, source.count)))
+            shown = source.show(range(min(NUM_EXAMPLES, source.count)))
             labels = [] if source.role == "outlier" else shown.labels.tolist()
             packed = base64.b64encode(shown.pixels.contiguous().numpy().tobytes()).decode()
             examples[name] = {"shape": list(shown.pixels.shape), "pixels": packed, "label": labels}
@@ -343,32 +349,34 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
     fitted = job.method.fit(context)
     seconds = {"fit": fitted.seconds, "predict": 0.0}
 
-    def answers(name: str, scores: bool) -> Iterator[tuple[Answer, Tensor]]:
+    def answers(name: str, scores: bool) -> Iterator[tuple[BatchPrediction, Tensor]]:
         for batch, labels in fitted.batches(name):
             start = time.perf_counter()
             answer = fitted.answer(batch, scores)
             seconds["predict"] += time.perf_counter() - start
             yield answer, labels
 
-    def tallied(source: Source, scores: bool) -> Tally:
-        outside = source.role == "outlier"
-        pairs = answers(source.name, scores)
-        return Tally.of(answer.columns(None if outside else labels) for answer, labels in pairs)
+    def columns_of(source: Source, scores: bool) -> PredictionColumns:
+        columns = PredictionColumns()
+        for answer, labels in answers(source.name, scores):
+            known = None if source.role == "outlier" else labels
+            columns.add_probabilities(answer.probs, known, answer.scores)
+        return columns
 
     labelled, outliers, examples = {}, {}, {}
     detail = job.method.group == "main"  # figures show only this group
-    inside = tallied(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
+    inside = columns_of(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
     for source in context.sources.values():
         if source.role in ("train", "validation"):
             continue
-        tally = inside if source.role == "test" else tallied(source, source.role == "outlier")
+        columns = inside if source.role == "test" else columns_of(source, source.role == "outlier")
         if source.role == "outlier":
-            outliers[source.name] = outlier_result(inside, tally, detail=detail)
+            outliers[source.name] = outlier_result(inside, columns, detail=detail)
         else:
             types = source.types if detail else ()
-            labelled[source.name] = labelled_result(tally, source.level, detail=detail, types=types)
+            labelled[source.name] = labelled_result(columns, source.level, detail=detail, types=types)
         if detail:
-            examples[source.name] = examples_of(tally)
+            examples[source.name] = examples_of(columns)
     settings, networks, data = _identity(plan, job)
     return Record(
         suite=plan.suite.name,

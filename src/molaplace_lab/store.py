@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from molaplace.errors import StorageError
-from molaplace.evaluation.record import FORMAT, VERSION, Record
 from molaplace.saving.files import write_atomically
 from molaplace.saving.schema import SEAL, check_seal, parse, sealed
+from molaplace_lab.record import FORMAT, VERSION, Record
 
 COST, SUITE = "cost.json", "suite.json"
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from molaplace.errors import OptionError
-from molaplace.evaluation.record import Role
+from molaplace.evaluation import Role
 from molaplace.images import NORMALISATIONS, Images
 from molaplace.imported import import_builder
 from molaplace.options import one_of

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior, read_information
 from molaplace.errors import DataError, OptionError, StorageError

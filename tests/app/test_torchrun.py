@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
-from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from tests.closeness import assert_close
 from tests.forked_python import run_team

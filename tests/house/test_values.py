@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On
+from molaplace.report.numbers import Quantity
 from molaplace_lab.report.reading import read_suites
+from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -64,7 +65,7 @@ def numbers(suite):
 
 
 def area(name):
-    return On(name, "auroc", BY_CONFIDENCE)
+    return Quantity(name, "auroc", BY_CONFIDENCE)
 
 
 def gaps(suite, quantity, method, other):
@@ -86,16 +87,16 @@ def test_the_table_of_readme_is_that_of_the_records():
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*\|$", text, re.M)]
     found = {cells[0]: cells[1:] for cells in lines}
     columns = [
-        (On("test", "nll"), 1, 3),
-        (On("test", "ece"), 100, 1),
-        (On("severity 5", "nll"), 1, 2),
+        (Quantity("test", "nll"), 1, 3),
+        (Quantity("test", "ece"), 100, 1),
+        (Quantity("severity 5", "nll"), 1, 2),
         (area("svhn"), 100, 1),
         (area("cifar100"), 100, 1),
     ]
     for name, method in shown.items():
         estimates = [(numbers("cifar10")(on, factor)[method], digits) for on, factor, digits in columns]
         assert all(one.runs == 4 for one, _ in estimates)
-        assert found[name] == [f"{one.mean:.{digits}f}" for one, digits in estimates]
+        assert found[name] == [f"{one.value:.{digits}f}" for one, digits in estimates]
     record = json.loads((ROOT / "benchmarks" / "results" / "two_moons.json").read_text(encoding="utf-8"))
     moons = {name: 100 * value for name, value in record["mean_far_confidence"].items()}
     told = (
@@ -109,11 +110,11 @@ def test_the_table_of_readme_is_that_of_the_records():
 def test_the_default_is_ahead_of_the_temperature_scaled_ensemble_in_every_run(suite):
     """Claims of docs/default.md about every run; the log loss on test data may tie. ImageNet: no claim under shift."""
     sets = read_suites(ROOT / "results", [suite])[0]
-    inside = gaps(suite, On("test", "nll"), DEFAULT, "DE-T")
+    inside = gaps(suite, Quantity("test", "nll"), DEFAULT, "DE-T")
     assert len(inside) >= 4
     assert statistics.mean(inside) <= 2 * statistics.stdev(inside) / len(inside) ** 0.5
     for one in sets.of_role("shift") if suite != "imagenet" else ():
-        assert max(gaps(suite, On(one.name, "nll"), DEFAULT, "DE-T")) < 0, one.name
+        assert max(gaps(suite, Quantity(one.name, "nll"), DEFAULT, "DE-T")) < 0, one.name
     for one in sets.of_role("outlier"):
         for other in ("DE-T", "DE-L"):
             assert min(gaps(suite, area(one.name), DEFAULT, other)) > 0, (one.name, other)
@@ -127,12 +128,12 @@ def test_the_claims_about_cifar10_and_mnist_hold():
     distance = ("MoLA (distance)", "MoLA")
     for level in (3, 4, 5):
         for metric in ("nll", "ece"):
-            assert max(gaps("cifar10", On(f"severity {level}", metric), *distance)) < 0, (level, metric)
-    assert min(gaps("cifar10", On("test", "nll"), *distance)) >= 0
+            assert max(gaps("cifar10", Quantity(f"severity {level}", metric), *distance)) < 0, (level, metric)
+    assert min(gaps("cifar10", Quantity("test", "nll"), *distance)) >= 0
     for angle in range(45, 136, 15):
-        assert max(gaps("mnist", On(f"rotation {angle}", "nll"), *distance)) < 0, angle
+        assert max(gaps("mnist", Quantity(f"rotation {angle}", "nll"), *distance)) < 0, angle
     for angle in (15, 30, 180):
-        assert min(gaps("mnist", On(f"rotation {angle}", "nll"), *distance)) >= 0, angle
+        assert min(gaps("mnist", Quantity(f"rotation {angle}", "nll"), *distance)) >= 0, angle
 
 
 PAGE = DOCS / "results" / "cifar10.md"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from molaplace.demo import load_digits, natural_patches, uniform_noise
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS, Images, normalisation
 from molaplace_lab.data.catalogue import DATASETS, data_directory, has_images, load_images
 from molaplace_lab.data.cifar10_c import find_cifar10_c, load_cifar10_c, load_cifar10h
-from molaplace_lab.data.embedded import load_digits, natural_patches, uniform_noise
 from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import flip_and_crop, in_colour, rotate
 from tests.closeness import assert_close

@@ -9,9 +9,8 @@ from sklearn.covariance import EmpiricalCovariance
 from sklearn.neighbors import NearestNeighbors
 
 from molaplace.errors import DataError, OptionError
-from molaplace.evaluation.answers import gen_score
 from molaplace.outliers import energy_score, max_logit_score
-from molaplace_lab.detectors import mahalanobis, nearest_neighbours, standardised, virtual_logit
+from molaplace_lab.detectors import gen_score, mahalanobis, nearest_neighbours, standardised, virtual_logit
 
 
 def make_features(seed=0, count=300, width=6, classes=4):

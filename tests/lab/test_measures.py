@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from molaplace.evaluation.answers import Answer, outlier_scores
+from molaplace.evaluation import outlier_scores
 from molaplace.uncertainty import entropy
 from molaplace_lab.measures import best_threshold, human_labels, rank_correlation, rejection
+from molaplace_lab.methods import BatchPrediction
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
 
@@ -48,7 +49,7 @@ def answers(**sets):
     def ask(name, scores):
         probs, labels = sets[name]
         pairs = zip(probs.split(3), labels.split(3), strict=True)
-        return ((Answer(some, outlier_scores(some)), some_labels) for some, some_labels in pairs)
+        return ((BatchPrediction(some, outlier_scores(some)), some_labels) for some, some_labels in pairs)
 
     return ask
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from molaplace.cli.evaluate_job import run_evaluate
+from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.errors import MolaWarning
-from molaplace.evaluation.results import METRICS
+from molaplace.evaluation import METRICS
 from molaplace_lab.activations import open_networks
 from molaplace_lab.comparisons import COMPARISONS, methods_of
 from molaplace_lab.data.catalogue import load_images

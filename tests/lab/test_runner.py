@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.evaluation.record import Record
 from molaplace.images import Images, normalisation
 from molaplace_lab.activations import Activations, open_networks
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.methods import LastLayer
 from molaplace_lab.networks import Training, check_networks, find_networks, train_networks
+from molaplace_lab.record import Record
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions, Suite, TrainingData

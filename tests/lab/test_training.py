@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from molaplace.demo import two_moons
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace_lab.data.embedded import two_moons
 from molaplace_lab.mimo import Mimo
 from molaplace_lab.training import (
     Labelled,

@@ -12,11 +12,9 @@ from molaplace.cli.option_groups import Quiet
 from molaplace.cli.options import option
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder
-from molaplace.evaluation.demo_result import METHODS, DemoSettings
-from molaplace.report.single_run_tables import demo_tables
+from molaplace.demo.report import demo_headlines, demo_tables, tuning_remarks, write_demo
+from molaplace.demo.run import METHODS, DemoSettings, run_demo
 from molaplace.report.tables import print_table
-from molaplace.report.words import demo_headlines, tuning_remarks
-from molaplace_lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
@@ -42,11 +40,8 @@ def demo(options: DemoOptions) -> None:
     """Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.
 
     Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
-    data, rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
+    data, rotated digits and OOD inputs. Writes a web page with tables and figures, and the networks. Takes about a minute.
     """
-    # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.report.writing import write_demo
-
     output, quiet = options.output, options.quiet
     check_report_folder(output)
     with showing_progress(quiet=quiet) as progress:
@@ -59,13 +54,14 @@ def demo(options: DemoOptions) -> None:
     console = Console(highlight=False)
     for table in demo_tables(result.comparison):
         print_table(console, table)
-    for headline in demo_headlines(result):
+    for headline in demo_headlines(result.comparison):
         console.print(
             f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "
             f"{escape(headline.sentence)}"
         )
-    for words in tuning_remarks(result):
+    for words in tuning_remarks(result.comparison):
         console.print(escape(words), style="dim")
     console.print(
-        f"\nWrote [bold]{escape(str(page))}[/bold], with figures and numbers in the same folder.", soft_wrap=True
+        f"\nWrote [bold]{escape(str(page))}[/bold], with figures, numbers and the trained networks in the same folder.",
+        soft_wrap=True,
     )

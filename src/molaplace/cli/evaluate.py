@@ -1,27 +1,89 @@
-"""`molaplace evaluate`: compare methods on the user's data."""
+"""`molaplace evaluate`: compare MAP, temperature or noise scaling, the deep ensemble, LLLA and MoLA on the user's test data."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from torch import Tensor
 
+from molaplace import __version__
 from molaplace.cli.command import write_run
-from molaplace.cli.data.dataset import SkippedInputs
-from molaplace.cli.evaluate_job import EvaluateOptions, run_evaluate
+from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
+from molaplace.cli.data.opening import are_same
+from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
+from molaplace.cli.evaluated_methods import (
+    COVERAGE,
+    ENSEMBLE,
+    LAPLACE,
+    MIXTURE,
+    SINGLE,
+    EvaluatedMethods,
+    tune_methods,
+)
+from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.job import RUN, Progress
+from molaplace.cli.option_groups import MORE, PosteriorOptions, SummaryOptions
+from molaplace.cli.options import option
+from molaplace.cli.prediction_table import output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder, finish
-from molaplace.evaluation.record import Comparison
-from molaplace.report.single_run_tables import evaluation_tables
+from molaplace.distributed import Team, join
+from molaplace.errors import DataError, OptionError, warn
+from molaplace.evaluation import (
+    Comparison,
+    MethodResult,
+    PredictionColumns,
+    SetInfo,
+    labelled_leads,
+    labelled_result,
+    outlier_leads,
+    outlier_result,
+)
+from molaplace.evaluation.comparison import AnswerResult, DecisionResult, IntervalResult
+from molaplace.evaluation.results import differences, known_error, mean_column, risk_curve, set_result
+from molaplace.posterior import MoLA
+from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import Table, print_table
+from molaplace.report.words import evaluation_findings
+from molaplace.rules.class_order import check_class_order
+
+ERROR_RATES = (0.01, 0.02, 0.05)
+"""Error rates guaranteed for the decisions in the report."""
 
 DRAWING_BEGINS = 0.8
 """Fraction of the total time that passes before the figures are drawn."""
 
 MOST_LINES = 25
 """Maximum number of lines printed to the terminal, including the line with the report's path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(PosteriorOptions, SummaryOptions):
+    """Options for `molaplace evaluate`."""
+
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
+    test: str = option(help="Labelled test data, in any form that `molaplace fit --train` accepts", metavar="DATA")
+    ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated", metavar="DATA")
+    output: Path = option(
+        Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
+    )
+    val: str | None = option(
+        None,
+        "Validation data for tuning temperatures, noise and LLLA",
+        metavar="DATA",
+        panel=MORE,
+        shown="validation data of the fit",
+    )
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+    seed: int = option(0, "Random seed for your own code", panel=RUN, minimum=0)
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -35,17 +97,13 @@ def evaluate(options: EvaluateOptions) -> None:
 
         molaplace evaluate posterior --test images/test --ood images/strange
     """
-    import torch
-
     # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.cli.folder import open_posterior
-    from molaplace.distributed import join
     from molaplace.report.writing import write_evaluation
 
-    output, quiet, as_json = options.output, options.quiet, options.as_json
+    output = options.output
     check_report_folder(output)
     torch.manual_seed(options.seed)
-    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+    with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
@@ -59,30 +117,199 @@ def evaluate(options: EvaluateOptions) -> None:
             lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
         )
     write_run(options, "evaluate", output / "run.toml")
-    if not quiet and not as_json:
+    if not options.quiet and not options.as_json:
         console = Console(highlight=False)
-        for line in _shown(console, comparison):
+        for line in _summary_lines(console, comparison):
             console.print(Text.from_ansi(line), soft_wrap=True)
         console.print(
             f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder.",
             soft_wrap=True,
         )
-    account = SkippedInputs(comparison.left_out)
-    finish(account, numbers, team, as_json=as_json, quiet=True if not as_json else quiet)
+    skipped = SkippedInputs(comparison.left_out)
+    finish(skipped, numbers, team, as_json=options.as_json, quiet=options.quiet or not options.as_json)
 
 
-def _shown(console: Console, comparison: Comparison) -> list[str]:
+def _summary_lines(console: Console, comparison: Comparison) -> list[str]:
     # Return the main finding, the main table, and as many other results as fit on one screen. The report contains all results.
-    from molaplace.report.words import evaluation_findings
-
-    first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
+    first, *others = [f"{escape(finding.title)}: {escape(finding.text)}" for finding in evaluation_findings(comparison)]
     left_out = SkippedInputs(comparison.left_out).lines(shown=2)
     main = replace(evaluation_tables(comparison)[0], caption="")
     lines: list[str] = []
     for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):
         with console.capture() as captured:
             print_table(console, part) if isinstance(part, Table) else console.print(part)
-        found = captured.get().rstrip("\n").split("\n")
-        if len(lines) + len(found) < MOST_LINES:
-            lines += found
+        part_lines = captured.get().rstrip("\n").split("\n")
+        if len(lines) + len(part_lines) < MOST_LINES:
+            lines += part_lines
     return lines
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+def run_evaluate(
+    fitted: PosteriorFolder,
+    options: EvaluateOptions,
+    progress: Progress = lambda doing, done: None,
+    team: Team | None = None,
+) -> Comparison:
+    """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""
+    began = time.perf_counter()
+    test = options.test
+    outliers = options.ood
+    posterior = fitted.posterior
+    if len({test, *outliers}) <= len(outliers):
+        raise OptionError(
+            f"each data set can be given only once; got {', '.join([test, *outliers])}. Remove the repeated name."
+        )
+    skipped = SkippedInputs()
+    team = team or Team.single()
+    steps = 2 + len(outliers)
+
+    def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
+        def on_share(share: float) -> None:
+            progress(doing, (step + share) / steps)
+
+        on_share(0.0)
+        return Loader(source, skipped, options.strict, labelled, on_share, team)
+
+    warnings = _repeated_data(fitted, test, options.val)
+    for warning in warnings:
+        warn(warning)
+    # All sets are opened first, so that a wrong name is reported immediately.
+    sources = {name: fitted.open_dataset(name, labelled=name == test, by_user=True) for name in (test, *outliers)}
+    tuned_on = options.val or fitted.job.val
+    held_out = None
+    if tuned_on is not None:
+        # If the folder was moved, it may refer to data that do not exist here.
+        absent = None if options.val else "specify the validation data with --val DATA."
+        source = fitted.open_dataset(tuned_on, labelled=True, by_user=options.val is not None, absent=absent)
+        validation = loader(source, "tuning", 0, labelled=True)
+        held_out = posterior.read(validation, f"validation data {source.name}", labelled=True, team=team)
+    exposed = None
+    if fitted.job.outliers is not None:
+        exposed = loader(fitted.open_dataset(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
+    methods, notes = tune_methods(fitted, held_out, exposed, team)
+    columns = {
+        name: _read(methods, loader(source, Path(name).name, step, labelled=name == test), team)
+        for step, (name, source) in enumerate(sources.items(), 1)
+    }
+    progress("done", 1.0)
+    classes = output_names(fitted)
+    return Comparison(
+        title=test,
+        sets={name: _set_info(posterior, name, options, by_method[methods.own]) for name, by_method in columns.items()},
+        methods={
+            method: MethodResult(
+                chosen=methods.tuned(method),
+                labelled={test: labelled_result(columns[test][method], classes=classes)},
+                outliers={name: outlier_result(columns[test][method], columns[name][method]) for name in outliers},
+            )
+            for method in methods.names
+        },
+        classes=classes,
+        leads={test: labelled_leads(columns[test])}
+        | {name: outlier_leads(columns[test], columns[name]) for name in outliers},
+        notes=(*notes, *warnings),
+        left_out=skipped.together(team).left_out,
+        decisions=_decisions(fitted, methods, columns[test], classes),
+        regression=not posterior.likelihood.classification,
+        differences=differences(columns[test], methods.own),
+        made={
+            "components": len(posterior.components),
+            "posterior": str(fitted.folder),
+            "validation": tuned_on,
+            "structure": posterior.structure,
+            "rule": fitted.job.rule,
+            "seconds": time.perf_counter() - began,
+            "versions": {"molaplace": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        },
+    )
+
+
+def _read(methods: EvaluatedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
+    columns = {method: PredictionColumns() for method in methods.names}
+    for batch in loader:
+        labels = None
+        if loader.labelled:
+            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        methods.add(columns, batch, labels)
+    if not any(team.collect(len(columns[methods.own].data))):
+        raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
+    columns = {method: predictions.gather(team) for method, predictions in columns.items()}
+    if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
+        single = columns[SINGLE].data
+        check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {loader.source.name}")
+    return columns
+
+
+def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, columns: PredictionColumns) -> SetInfo:
+    last = Path(name).name
+    unique = [Path(other).name for other in options.ood].count(last) == 1
+    title = last if last and unique else name
+    if name != options.test:
+        parts = "position" if posterior.is_dense else ""
+        return SetInfo(name, title, "outlier", len(columns.scores), 0.0, parts, columns.count if parts else None)
+    if columns.data.groups is None:
+        return SetInfo(name, title, "test", len(columns.data))
+    parts = "position" if posterior.is_dense else "label"
+    return SetInfo(name, title, "test", len(columns.data), 0.0, parts, columns.count)
+
+
+def _repeated_data(fitted: PosteriorFolder, test: str, val: str | None) -> list[str]:
+    # Return warnings about test data that were also used for training or tuning.
+    warnings = []
+    used = {val: "validation", fitted.job.val: "validation", fitted.job.train: "training"}
+    for name, role in used.items():
+        if name is not None and are_same(name, test):
+            warnings.append(
+                f"The test data are also the {role} data, so the scores are too optimistic. Use held-out data."
+            )
+    return warnings
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _decisions(
+    fitted: PosteriorFolder,
+    methods: EvaluatedMethods,
+    on_test: Mapping[str, PredictionColumns],
+    classes: Sequence[str],
+) -> DecisionResult | None:
+    # Compare the guarantees derived from the validation data with the rates measured on the test data.
+    limit = alarm(fitted, None)
+    likelihood = fitted.posterior.likelihood
+    classification = likelihood.classification
+    if limit is None or (classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)):
+        return None
+    data = on_test[methods.own].data
+    outlying = on_test[methods.own].scores["ood score"] > limit
+    intervals = []
+    for level in methods.intervals:
+        covered = mean_column(data, f"calibrated[{level}]")
+        width = mean_column(data, f"calibrated width[{level}]")
+        intervals.append(IntervalResult(level, covered.value, known_error(covered), width.value))
+    curves = [name for name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if classification and name in on_test]
+    return DecisionResult(
+        false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
+        alarms=float(outlying.double().mean()),
+        curves={name: risk_curve(on_test[name].data) for name in curves},
+        answers=[_answers_at(fitted, rate, on_test[methods.own], outlying) for rate in ERROR_RATES]
+        if classification
+        else [],
+        sets=set_result(data, COVERAGE, classes) if "set size" in data else None,
+        intervals=intervals,
+    )
+
+
+def _answers_at(fitted: PosteriorFolder, rate: float, predictions: PredictionColumns, outlying: Tensor) -> AnswerResult:
+    try:
+        threshold = make_decisions(fitted, error_rate=rate).answer
+    except OptionError as error:
+        return AnswerResult(rate, CERTAINTY, None, why=error.message)
+    assert threshold is not None
+    data = predictions.data
+    answered = (data["confidence"] > float(threshold)) & ~outlying
+    wrong = float(1 - data["correct"][answered].mean()) if bool(answered.any()) else None
+    return AnswerResult(rate, CERTAINTY, float(threshold), float(answered.double().mean()), wrong)

@@ -25,7 +25,7 @@ def explore(options: ExploreOptions) -> None:
     """
     from molaplace.cli.explorer.page import HOST, Explorer, launch
     from molaplace.cli.explorer.subject import digits_subject, open_subject
-    from molaplace.evaluation.demo_result import DemoSettings
+    from molaplace.demo.run import DemoSettings
 
     posterior, port, quiet = options.posterior, options.port, options.quiet
     with socket.socket() as probe:  # check the port before any work begins

@@ -37,9 +37,7 @@ from molaplace.cli.regression import networks_alone, noise_factors, summary
 from molaplace.cli.shared import finish, rule_name, scaling_words
 from molaplace.distributed import Team
 from molaplace.errors import DataError, MolaWarning, OptionError, warn
-from molaplace.evaluation.answers import Answer
-from molaplace.evaluation.regression import RegressionAnswer
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation import PredictionColumns
 from molaplace.likelihoods import ClassificationLikelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.links import LINKS, as_link
@@ -228,7 +226,9 @@ def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) ->
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
-    plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
+    plain = PredictionColumns()
+    whole = PredictionColumns()
+    team, likelihood = held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
     # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
@@ -241,11 +241,10 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
         # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
-            plain.add(Answer(alone, likelihood=likelihood).columns(labels))
-            whole.add(Answer(prediction.probs, likelihood=likelihood).columns(labels))
+            plain.add_probabilities(alone, labels, likelihood=likelihood)
         else:
-            plain.add(RegressionAnswer(networks_alone(posterior, prediction, count, factors)).columns(labels))
-            whole.add(RegressionAnswer(prediction).columns(labels))
+            plain.add(networks_alone(posterior, prediction, count, factors), labels)
+        whole.add(prediction, labels)
         kept.append(decision_columns(prediction, labels, guarantees=guarantees))
     names = sorted({name for one in team.collect(list(kept[0]) if kept else []) for name in one})
     columns = {name: team.gather(torch.cat([one[name] for one in kept]) if kept else None) for name in names}

@@ -21,10 +21,10 @@ from torch import nn
 
 from molaplace.cli.consent import is_function_name
 from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.demo.data import digits_network
 from molaplace.errors import MolaError, OptionError, StorageError, importing
 from molaplace.imported import import_builder
 from molaplace.options import counted, did_you_mean
-from molaplace.perceptrons import mlp
 from molaplace.saving.schema import parse
 from molaplace.saving.weights import load_weights, read_state
 
@@ -124,7 +124,7 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
     if name == MLP or name.startswith(TIMM):
         if path is None:
             raise OptionError(f"{name} has no trained weights. Pass its weight files with --weights.")
-        build = _digits_mlp if name == MLP else _timm_builder(name.removeprefix(TIMM))
+        build: Callable[[int], nn.Module] = digits_network if name == MLP else _timm_builder(name.removeprefix(TIMM))
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
             raise OptionError(
@@ -145,10 +145,6 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
     if path is not None:
         load_weights(network, path)
     return network
-
-
-def _digits_mlp(classes: int) -> nn.Module:
-    return mlp(64, (256, 256), classes, bias=False)
 
 
 def _timm_builder(name: str) -> Callable[[int], nn.Module]:

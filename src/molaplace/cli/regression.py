@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from molaplace.calibration.noise import best_factors
-from molaplace.evaluation.results import measured
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import GAUSSIAN, Gaussian, Likelihood
 from molaplace.posterior import MoLA
 from molaplace.prediction import Field, RegressionPrediction
@@ -69,10 +68,9 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
     return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.gather(targets))
 
 
-def summary(tally: Tally) -> dict[str, float]:
+def summary(predictions: PredictionColumns) -> dict[str, float]:
     """Return the metrics that are stored with a posterior."""
-    found = {name: one.value for name, one in measured(tally).items()}
-    if "rmse" not in found:
-        return found
-    names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
-    return {name: found[metric] for name, metric in names.items()}
+    values = {name: measurement.value for name, measurement in measured(predictions).items()}
+    if "coverage_90" in values:
+        values["coverage"] = values.pop("coverage_90")
+    return values

@@ -1,5 +1,72 @@
-"""Evaluation: columns for each datum, metrics with standard errors, and comparisons of predictors."""
+"""Evaluate predictors: scores of each datum, metrics with standard errors, and comparisons of several methods.
 
-from molaplace.evaluation.evaluate import Estimate, Evaluation, evaluate
+`evaluate` makes a table of metrics. Its parts serve other comparisons: `PredictionColumns` collects the scores of each datum,
+`measured` and `separation` turn them into metrics with standard errors, and `labelled_result` and `outlier_result` into plain values
+for reports and records.
+"""
 
-__all__ = ["Estimate", "Evaluation", "evaluate"]
+from molaplace.evaluation.columns import (
+    CLASSIFICATION_SCORES,
+    Columns,
+    PredictionColumns,
+    outlier_scores,
+    regression_scores,
+)
+from molaplace.evaluation.comparison import (
+    CONFIDENCE_BINS,
+    Comparison,
+    Examples,
+    LabelledResult,
+    MethodResult,
+    OutlierResult,
+    Pictures,
+    Role,
+    SetInfo,
+)
+from molaplace.evaluation.estimates import CLEAR, SAME, Estimate, Lead, Measurement, lead
+from molaplace.evaluation.evaluate import Evaluation, evaluate
+from molaplace.evaluation.results import (
+    METRICS,
+    NUM_EXAMPLES,
+    examples_of,
+    labelled_leads,
+    labelled_result,
+    measured,
+    outlier_leads,
+    outlier_result,
+    separation,
+)
+
+__all__ = [
+    "CLASSIFICATION_SCORES",
+    "CLEAR",
+    "CONFIDENCE_BINS",
+    "METRICS",
+    "NUM_EXAMPLES",
+    "SAME",
+    "Columns",
+    "Comparison",
+    "Estimate",
+    "Evaluation",
+    "Examples",
+    "LabelledResult",
+    "Lead",
+    "Measurement",
+    "MethodResult",
+    "OutlierResult",
+    "Pictures",
+    "PredictionColumns",
+    "Role",
+    "SetInfo",
+    "evaluate",
+    "examples_of",
+    "labelled_leads",
+    "labelled_result",
+    "lead",
+    "measured",
+    "outlier_leads",
+    "outlier_result",
+    "outlier_scores",
+    "regression_scores",
+    "separation",
+]

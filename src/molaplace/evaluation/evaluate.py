@@ -1,17 +1,16 @@
 """Evaluate predictors on test data, shifted data and outliers, and tabulate metrics with their standard errors.
 
-The standard errors (`mola.evaluation.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do
+The standard errors (`mola.evaluation.estimates`) treat inputs as independent draws. The positions of a dense output form one group, as do
 the labels of a multi-label input. For differences between predictors evaluated on the same data, these errors usually overstate the
 uncertainty.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,34 +19,20 @@ from tqdm.auto import tqdm
 from molaplace import metrics
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing
-from molaplace.evaluation.measurement import Measurement, area_between, pass_rate, risk_area, root_mean_of
-from molaplace.evaluation.tally import INPUT, Tally, rows_of
-from molaplace.likelihoods import Gaussian, Likelihood
+from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
+from molaplace.evaluation.estimates import Estimate, Measurement, risk_area
+from molaplace.evaluation.results import measured, separation
+from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, check_positions, evaluating
-from molaplace.outliers import max_probability_score
-from molaplace.prediction import Prediction, RegressionPrediction
+from molaplace.prediction import Prediction
 
-INTERVAL = 0.9
-"""Nominal coverage of the intervals whose actual coverage is measured."""
+CLASSIFICATION_METRICS = ("accuracy", "nll", "brier", "ece", "aurc", "confidence")
+REGRESSION_METRICS = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": f"coverage_{100 * INTERVAL:g}"}
+"""Name of each regression metric in the table, and its name in `measured`."""
 
-
-class Estimate(NamedTuple):
-    """A metric and its standard error."""
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, found: Measurement) -> Estimate:
-        """Convert a measurement to an estimate; for a single input, the standard error is NaN."""
-        return cls(found.value, math.nan if found.error is None else found.error)
-
-    def __str__(self) -> str:
-        if not 0 < self.error < math.inf:
-            return f"{self.value:.4g}"
-        digits = min(max(1 - math.floor(math.log10(self.error)), 0), 6)  # show two significant digits of the error
-        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+SCORE_NAMES = {"max probability": "confidence", "variance": "std", "ood score": "ood_score"}
+"""Names of outlier scores in the table: the quantity from which the score is computed."""
 
 
 @dataclass(frozen=True)
@@ -61,39 +46,44 @@ class Evaluation:
     """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
     predictions in each of 15 confidence bins."""
 
-    def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
-        if place not in self.rows:
+    def __getitem__(self, row: tuple[str, str]) -> Mapping[str, Estimate]:
+        if row not in self.rows:
             listed = ", ".join(map(str, self.rows))
-            raise KeyError(f"there is no row {place!r}; expected (predictor, data) to be one of {listed}")
-        return self.rows[place]
+            raise KeyError(f"there is no row {row!r}; expected (predictor, data) to be one of {listed}")
+        return self.rows[row]
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
         with importing("to_frame", "pandas", "bench"):
             import pandas
         records = [
-            {"count": self.counts[place]}
-            | {name: one.value for name, one in row.items()}
-            | {f"{name}_se": one.error for name, one in row.items()}
-            for place, row in self.rows.items()
+            {"count": self.counts[row]}
+            | {name: estimate.value for name, estimate in estimates.items()}
+            | {f"{name}_se": estimate.error for name, estimate in estimates.items()}
+            for row, estimates in self.rows.items()
         ]
         return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
 
     def __repr__(self) -> str:
         # Labelled data and outliers are shown in separate tables, each with its own header.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
-        for place, row in self.rows.items():
-            table = tables.setdefault(tuple(row), [["predictor", "data", "count", *row]])
-            table.append([*place, f"{self.counts[place]:,}", *map(str, row.values())])
-        texts = []
-        for table in tables.values():
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            for cells in table:
-                names = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-                numbers = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
-                texts.append("  ".join([*names, *numbers]).rstrip())
-            texts.append("")
-        return "\n".join(texts[:-1])
+        for row, estimates in self.rows.items():
+            table = tables.setdefault(tuple(estimates), [["predictor", "data", "count", *estimates]])
+            table.append([*row, f"{self.counts[row]:,}", *map(str, estimates.values())])
+        return "\n\n".join(_aligned(table) for table in tables.values())
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    # The first two columns are aligned on the left, the numbers on the right.
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in table:
+        padded = [
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def evaluate(
@@ -135,38 +125,39 @@ def evaluate(
         )
     name = getattr(predictors, "__name__", type(predictors).__name__)
     named = dict(predictors) if isinstance(predictors, Mapping) else {name: predictors}
-    moved, outliers = _by_name(shifted, "shifted", "blur"), _by_name(ood, "ood", "noise")
-    labelled = {"test": test_loader, **moved}
-    if not named or "test" in moved or labelled.keys() & outliers.keys():
+    shifted_loaders = _by_name(shifted, "shifted", "blur")
+    outlier_loaders = _by_name(ood, "ood", "noise")
+    labelled = {"test": test_loader, **shifted_loaders}
+    if not named or "test" in shifted_loaders or labelled.keys() & outlier_loaders.keys():
         raise OptionError(
             f"expected at least one predictor, and a different name for each data set ('test' is reserved for the test "
-            f"data); got the predictors {list(named)} and the data sets {[*moved, *outliers]}."
+            f"data); got the predictors {list(named)} and the data sets {[*shifted_loaders, *outlier_loaders]}."
         )
-    for name, loader in {**labelled, **outliers}.items():
+    for name, loader in {**labelled, **outlier_loaders}.items():
         check_loader(loader, f"{name} loader")
     check_positions(positions)
     read = partial(_read, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single())
     rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
-    for predictor, one in named.items():
-        mixture = one if isinstance(one, Mixture) else _Callable([one], likelihood=likelihood)
+    for name, predictor in named.items():
+        mixture = predictor if isinstance(predictor, Mixture) else _Callable([predictor], likelihood=likelihood)
         inliers = None
-        for data, loader in {**labelled, **outliers}.items():
+        for data, loader in {**labelled, **outlier_loaders}.items():
             try:
-                scored, found, counts[predictor, data] = read(
-                    mixture, loader, f"{data} loader", labelled=data in labelled
-                )
+                predictions = read(mixture, loader, f"{data} loader", labelled=data in labelled)
             except DataError as error:
-                location = f"predictor {predictor!r} on the {data} loader"
+                location = f"predictor {name!r} on the {data} loader"
                 # A `_Callable` has only one predictor, whose index says nothing.
                 error.place = location if error.place in (None, "predictors[0]") else f"{location}, {error.place}"
                 raise
-            inliers = found if inliers is None else inliers
-            measured = _metrics(scored) if data in labelled else _against(inliers, found)
-            rows[predictor, data] = {name: Estimate.of(one) for name, one in measured.items()}
-            if "confidence" in scored.columns:
-                bins[predictor, data] = metrics.bin_sums(scored["confidence"], scored["correct"])
+            inliers = predictions if inliers is None else inliers
+            measurements = _metrics(predictions) if data in labelled else _separation(inliers, predictions)
+            rows[name, data] = {metric: measurement.estimate for metric, measurement in measurements.items()}
+            counts[name, data] = predictions.count
+            if data in labelled and "correct" in predictions.data:
+                columns = predictions.data
+                bins[name, data] = metrics.bin_sums(columns["confidence"], columns["correct"])
     return Evaluation(rows, counts, bins)
 
 
@@ -184,8 +175,8 @@ class _Callable(Mixture):
 
     def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
-            found = self.predictors[0](inputs)
-        named = found if isinstance(found, Mapping) else {"probs": found}
+            output = self.predictors[0](inputs)
+        named = output if isinstance(output, Mapping) else {"probs": output}
         if "probs" not in named:
             raise DataError(
                 f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(named)}.",
@@ -208,80 +199,43 @@ def _read(
     ignore_index: int,
     progress: bool,
     team: Team,
-) -> tuple[Tally, Tally, int]:
-    # Return the scores for each label, the outlier scores for each input or position, and the number of inputs.
-    scored, found, count = Tally(), Tally(), 0
+) -> PredictionColumns:
+    columns = PredictionColumns()
     empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
-    shown = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
-    for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
+    bar = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
+    for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **bar, leave=False)):
         place = f"batch {index} of the {where}"
         if labelled and batch.labels is None:
             raise DataError(
                 f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
             )
-        prediction = mixture.predict_batch(batch.inputs, None, place).cpu()
-        size, labels = len(prediction), batch.labels if labelled else None
-        prediction, labels, inputs = rows_of(
-            prediction, labels, place, ignore_index=ignore_index, positions=positions, first=count
+        prediction, labels, rows = flatten_positions(
+            mixture.predict_batch(batch.inputs, None, place).cpu(),
+            batch.labels if labelled else None,
+            place,
+            ignore_index=ignore_index,
+            positions=positions,
+            first=columns.count,
         )
-        count += size
-        inputs = torch.arange(size) if inputs is None else inputs
-        if isinstance(prediction, RegressionPrediction):
-            spread = {"std": prediction.variance.double().log().mean(1)}
-        else:
-            spread = {"confidence": max_probability_score(prediction.probs.double(), prediction.likelihood)}
-        found.add({INPUT: inputs, **spread, "ood_score": prediction.ood_score.flatten()})
-        if labels is not None:
-            scored.add(_scores(prediction, labels.cpu(), inputs, place))
-    found, count = found.gather(team), sum(team.collect(count))
-    scored = scored.gather(team) if labelled else scored
-    if labelled and not scored.count:
+        columns.add(prediction, labels, rows=rows, where=place)
+    columns = columns.gather(team)
+    if labelled and not len(columns.data):
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")
-    return scored, found, count
+    return columns
 
 
-def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict[str, Tensor]:
-    # Return the scores for each datum, or for each known label of multi-label data.
-    likelihood = prediction.likelihood
-    if not isinstance(prediction, RegressionPrediction):
-        probs = prediction.probs
-        checked = (
-            likelihood.check_labels(labels, probs, place) if len(labels) else labels
-        )  # there are no labels if every position is ignored
-        if not likelihood.mutually_exclusive:
-            inputs = inputs[:, None].expand_as(checked)[~checked.isnan()]
-        return {INPUT: inputs, **likelihood.distribution(probs).scores(checked)}
-    parts = (prediction.weights, prediction.component_mean, prediction.component_variance, prediction.component_noise)
-    mixture = likelihood.mixture_type(*(part.double() for part in parts))
-    if isinstance(
-        likelihood, Gaussian
-    ):  # predicted variances are separate here, so the means have one column per target
-        likelihood = replace(likelihood, heteroscedastic=False)
-    targets = likelihood.check_labels(labels, mixture.means[0], place)
-    below = mixture.cdf(targets)
+def _metrics(predictions: PredictionColumns) -> dict[str, Measurement]:
+    measurements = measured(predictions)
+    if "rmse" in measurements:
+        return {name: measurements[metric] for name, metric in REGRESSION_METRICS.items()}
+    data = predictions.data
+    measurements["aurc"] = risk_area(1 - data["confidence"], data["correct"], data.groups)
+    return {name: measurements[name] for name in CLASSIFICATION_METRICS}
+
+
+def _separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, Measurement]:
     return {
-        INPUT: inputs,
-        **mixture.scores(targets),
-        "square": (mixture.point() - targets).square().mean(1),
-        "covered": ((2 * below - 1).abs() <= INTERVAL).double().mean(1),
-    }
-
-
-def _metrics(tally: Tally) -> dict[str, Measurement]:
-    if "square" in tally.columns:
-        rmse = root_mean_of(tally["square"], tally.groups)
-        return {"rmse": rmse, "nll": tally.mean("nll"), "crps": tally.mean("crps"), "coverage": tally.mean("covered")}
-    found = tally.classified()
-    confidence = found.pop("confidence")
-    aurc = risk_area(1 - tally["confidence"], tally["correct"], tally.groups)
-    return {**found, "aurc": aurc, "confidence": confidence}
-
-
-def _against(inliers: Tally, outliers: Tally) -> dict[str, Measurement]:
-    groups = inliers.groups, outliers.groups
-    return {
-        f"{name}_{score}": measure(inliers[score], outliers[score], groups)
-        for score in outliers.columns
-        if score != INPUT
-        for name, measure in (("auroc", area_between), ("fpr95", pass_rate))
+        f"{metric}_{SCORE_NAMES[score]}": measurement
+        for score, measurements in separation(inliers, outliers).items()
+        for metric, measurement in measurements.items()
     }

@@ -1,4 +1,4 @@
-"""Results computed from tallies: each method's metrics on each set, with standard errors, and the best methods."""
+"""Metrics computed from columns: measurements with standard errors, results for reports and records, and the best methods."""
 
 from __future__ import annotations
 
@@ -9,18 +9,38 @@ import torch
 from torch import Tensor
 
 from molaplace import metrics
-from molaplace.evaluation.answers import outlier_columns
-from molaplace.evaluation.leads import Better, Lead, Name, lead
-from molaplace.evaluation.measurement import Measurement, area_between, mean_area_of_labels, pass_rate
-from molaplace.evaluation.record import (
+from molaplace.evaluation.columns import (
+    INPUT,
+    INTERVAL,
+    LEVELS,
+    MOST_OUTPUTS,
+    NOMINAL_LEVELS,
+    Columns,
+    PredictionColumns,
+    output_column,
+)
+from molaplace.evaluation.comparison import (
     CONFIDENCE_BINS,
     Examples,
     LabelledResult,
     OutlierResult,
+    OutputResult,
+    RegressionDetail,
     SetResult,
 )
-from molaplace.evaluation.regression import regression_detail, regression_metrics
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation.estimates import (
+    Better,
+    Lead,
+    Measurement,
+    Name,
+    area_between,
+    calibration_error,
+    lead,
+    mean_area_of_labels,
+    mean_of,
+    pass_rate,
+    root_mean_of,
+)
 
 METRICS = (
     "accuracy",
@@ -41,11 +61,17 @@ LABEL_METRICS = ("auroc", "average_precision", "miou")
 """Names of additional metrics: AUROC and average precision, averaged over the labels of multi-label data, and the mean intersection
 over union of dense outputs."""
 
-EXAMPLES = 8
+NUM_EXAMPLES = 8
 """Number of inputs from each set that a report shows."""
 
 CURVE_POINTS = 100
 """Maximum number of points in a risk-coverage curve."""
+
+MOST_TARGETS = 300
+"""Maximum number of regression targets shown in a figure; the targets are evenly spaced in the data set."""
+
+SPREAD_BINS = 10
+"""Number of equal-sized groups into which inputs are split by their predicted standard deviation."""
 
 BETTER: dict[str, Better] = {
     "accuracy": "high",
@@ -59,18 +85,73 @@ BETTER: dict[str, Better] = {
 """Metrics by which methods are compared, and whether low or high values are better."""
 
 
-def measured(tally: Tally) -> dict[str, Measurement]:
-    """Compute, on labelled data, the metrics that have standard errors."""
-    if "square[all]" in tally.columns:
-        return regression_metrics(tally)
-    found, area = tally.classified(), None
-    if "question" in tally.columns:
-        area = mean_area_of_labels(tally["yes"], tally["label"], tally["question"], tally.groups)
-    return found if area is None else {**found, "auroc": area}
+# --- measurements ----------------------------------------------------------------------------------------------------
+
+
+def mean_column(columns: Columns, name: str) -> Measurement:
+    """Return the mean of a column as a measurement."""
+    return mean_of(columns[name], columns.groups)
+
+
+def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
+    """Return the metrics on labelled data that have standard errors.
+
+    For classification: accuracy, nll, brier, ece and confidence, and for multi-label data the mean AUROC over labels. For regression:
+    rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
+    """
+    data = predictions.data
+    if "square" in data:
+        coverages = {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
+        widths = {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
+        names = {"nll": "nll", "crps": "crps", "std": "std", **coverages, **widths}
+        rmse = root_mean_of(data["square"], data.groups)
+        return {"rmse": rmse} | {name: mean_column(data, column) for name, column in names.items() if column in data}
+    measurements = _classified(data)
+    area = None
+    if "output" in data:
+        area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
+    return measurements if area is None else {**measurements, "auroc": area}
+
+
+def _classified(data: Columns) -> dict[str, Measurement]:
+    return {
+        "accuracy": mean_column(data, "correct"),
+        "nll": mean_column(data, "nll"),
+        "brier": mean_column(data, "brier"),
+        "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
+        "confidence": mean_column(data, "confidence"),
+    }
+
+
+def separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, dict[str, Measurement]]:
+    """Return the AUROC and FPR95 of each outlier score, which show how well the score separates outliers from test data."""
+    groups = (inliers.scores.groups, outliers.scores.groups)
+    names = [name for name in outliers.scores.names if name != INPUT]
+    pairs = {name: (inliers.scores[name], outliers.scores[name]) for name in names}
+    return {
+        name: {"auroc": area_between(*scores, groups), "fpr95": pass_rate(*scores, groups)}
+        for name, scores in pairs.items()
+    }
+
+
+def _values(measurements: Mapping[str, Measurement]) -> dict[str, float]:
+    return {name: measurement.value for name, measurement in measurements.items()}
+
+
+def _errors(measurements: Mapping[str, Measurement]) -> dict[str, float | None]:
+    return {name: known_error(measurement) for name, measurement in measurements.items()}
+
+
+def known_error(measurement: Measurement) -> float | None:
+    """Return the standard error as a plain JSON value: None if it is unknown."""
+    return None if math.isnan(measurement.error) else measurement.error
+
+
+# --- labelled data ---------------------------------------------------------------------------------------------------
 
 
 def labelled_result(
-    tally: Tally,
+    predictions: PredictionColumns,
     level: float = 0.0,
     *,
     detail: bool = True,
@@ -83,29 +164,33 @@ def labelled_result(
     contains the names of the outputs. `types` adds results for each type of shift; data point i has the type with index i modulo the
     number of types.
     """
-    found = measured(tally)
-    values = {name: one.value for name, one in found.items()}
-    regression = "square[all]" in tally.columns
-    detail = detail and not regression
+    measurements = measured(predictions)
+    data = predictions.data
+    regression = "square" in data
+    bins = detail and not regression
     return LabelledResult(
         level=level,
-        count=tally.count,
-        metrics=values if regression else _class_metrics(tally, values, classes),
-        reliability=metrics.bin_sums(tally["confidence"], tally["correct"]).tolist() if detail else [],
-        histogram=_histogram(tally) if detail else [],
-        errors={name: one.error for name, one in found.items()},
-        classes=_by_class(tally, classes) if classes and not regression else {},
-        types=_by_type(tally, types),
-        regression=regression_detail(tally, classes) if regression else None,
+        count=len(data),
+        metrics=_values(measurements) if regression else _class_metrics(predictions, _values(measurements), classes),
+        reliability=metrics.bin_sums(data["confidence"], data["correct"]).tolist() if bins else [],
+        histogram=_histogram(data) if bins else [],
+        errors=_errors(measurements),
+        classes=_by_class(data, classes) if classes and not regression else {},
+        types=_by_type(data, types),
+        regression=_regression_detail(data, classes) if regression else None,
     )
 
 
-def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[str]) -> dict[str, float]:
-    confidence, correct = tally["confidence"], tally["correct"]
+def _class_metrics(
+    predictions: PredictionColumns, values: Mapping[str, float], classes: Sequence[str]
+) -> dict[str, float]:
+    data = predictions.data
+    confidence = data["confidence"]
+    correct = data["correct"]
     # For multi-label data, use the uncertainty of each label rather than that of the whole input.
-    uncertainty = 1 - confidence if "question" in tally.columns else tally["max probability"]
+    uncertainty = 1 - confidence if "output" in data else predictions.scores["max probability"]
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
-    found = {
+    defined = {
         **values,
         "log_likelihood": -values["nll"],
         "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
@@ -113,165 +198,227 @@ def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
     if bool(legacy[:, 0].sum() > 0):  # all bins are empty if every confidence is at least 0.99
-        found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
-    if "question" in tally.columns:
-        found |= {name: float(each.nanmean()) for name, each in _by_label(tally).items() if name != "ece"}
-    elif classes and tally.groups is not None:
-        found["miou"] = float(_overlaps(tally, len(classes)).nanmean())
-    return {name: found[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(found.get(name, math.nan))}
+        defined |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
+    if "output" in data:
+        by_label = _by_label(data)
+        defined |= {name: float(by_label[name].nanmean()) for name in ("auroc", "average_precision")}
+    elif classes and data.groups is not None:
+        defined["miou"] = float(_overlaps(data, len(classes)).nanmean())
+    return {name: defined[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(defined.get(name, math.nan))}
 
 
-def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, dict[str, float]]:
-    several = "question" in tally.columns
-    labels = tally["question" if several else "label"].long()
+def _by_class(data: Columns, classes: Sequence[str]) -> dict[str, dict[str, float]]:
+    labels = data["output" if "output" in data else "label"].long()
     counts = torch.bincount(labels)
     known = counts.nonzero().flatten()
-    columns = {
-        name: torch.bincount(labels, tally[column])[known] / counts[known]
+    by_metric = {
+        name: torch.bincount(labels, data[column])[known] / counts[known]
         for name, column in (("accuracy", "correct"), ("confidence", "confidence"))
     }
-    if several:
-        columns |= _by_label(tally)
-    elif tally.groups is not None:
-        columns["iou"] = _overlaps(tally, len(classes))[known]
+    if "output" in data:
+        by_metric |= _by_label(data)
+    elif data.groups is not None:
+        by_metric["iou"] = _overlaps(data, len(classes))[known]
     return {
-        classes[place]: {"count": int(counts[place])}
-        | {name: float(each[index]) for name, each in columns.items() if not each[index].isnan()}
-        for index, place in enumerate(known.tolist())
+        classes[label]: {"count": int(counts[label])}
+        | {name: float(values[index]) for name, values in by_metric.items() if not values[index].isnan()}
+        for index, label in enumerate(known.tolist())
     }
 
 
-def _by_label(tally: Tally) -> dict[str, Tensor]:
+def _by_label(data: Columns) -> dict[str, Tensor]:
     # Return the metrics for each label in multi-label data, with NaN where a metric is undefined.
-    yes, truth = tally["yes"][:, None], tally["label"][:, None]
-    rows = [tally["question"] == label for label in torch.unique(tally["question"])]
-    measures = {
+    yes = data["yes"][:, None]
+    truth = data["label"][:, None]
+    rows_of_labels = [data["output"] == label for label in torch.unique(data["output"])]
+    functions = {
         "auroc": metrics.auroc_of_labels,
         "average_precision": metrics.average_precision_of_labels,
         "ece": metrics.calibration_error_of_labels,
     }
-    return {name: torch.cat([measure(yes[own], truth[own]) for own in rows]) for name, measure in measures.items()}
+    return {
+        name: torch.cat([metric(yes[rows], truth[rows]) for rows in rows_of_labels])
+        for name, metric in functions.items()
+    }
 
 
-def _overlaps(tally: Tally, classes: int) -> Tensor:
+def _overlaps(data: Columns, classes: int) -> Tensor:
     # Return the intersection over union for each class, or NaN if the class occurs neither as a label nor as a prediction.
-    truth, predicted = tally["label"].long(), tally["predicted"].long()
+    truth = data["label"].long()
+    predicted = data["predicted"].long()
     both = torch.bincount(truth[truth == predicted], minlength=classes)
     either = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
     return torch.where(either > 0, both.double() / either, math.nan)
 
 
-def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
-    found = {}
-    for place, name in enumerate(types[: tally.count]):
-        part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
-        numbers = {metric: one.value for metric, one in part.classified().items()}
+def _by_type(data: Columns, types: Sequence[str]) -> dict[str, dict[str, float]]:
+    by_type = {}
+    for first, name in enumerate(types[: len(data)]):
+        values = _values(_classified(data.rows(slice(first, None, len(types)))))
         # Six digits suffice for metrics on a few hundred examples and keep files small.
-        found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
-    return found
+        by_type[name] = {metric: float(f"{values[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
+    return by_type
 
 
-def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> OutlierResult:
-    """Measure how well a method's scores separate outliers from the test data (`inside`); `detail` adds the histogram."""
-    confidence, std = (outside.mean(name) if name in outside.columns else None for name in ("confidence", "std[all]"))
-    separated = _separation(inside, outside)
-    scores = {}
-    for name, far in outlier_columns(outside).items():
-        near = inside[name]
-        scores[name] = {
-            "auroc": separated[name]["auroc"].value,
-            "aupr_in": metrics.aupr_in(near, far),
-            "aupr_out": metrics.aupr_out(near, far),
-            "fpr95": separated[name]["fpr95"].value,
-            "fpr95_out": metrics.fpr_at_tpr_out(near, far),
-        }
-    return OutlierResult(
-        count=outside.count,
-        confidence=None if confidence is None else confidence.value,
-        scores=scores,
-        histogram=_histogram(outside) if detail and confidence is not None else [],
-        confidence_error=None if confidence is None else confidence.error,
-        errors={score: {name: one.error for name, one in found.items()} for score, found in separated.items()},
-        std=None if std is None else std.value,
-        std_error=None if std is None else std.error,
-    )
+def _histogram(data: Columns) -> list[int]:
+    counts: list[float] = torch.histc(data["confidence"], CONFIDENCE_BINS, 0, 1).tolist()
+    return [int(count) for count in counts]
 
 
-def risk_curve(tally: Tally) -> list[list[float]]:
+def risk_curve(data: Columns) -> list[list[float]]:
     """Return at most `CURVE_POINTS` pairs of coverage and error rate, in order of increasing coverage."""
-    coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
-    places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
-    return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
+    coverage, risk = metrics.risk_coverage_curve(1 - data["confidence"], data["correct"])
+    indices = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
+    return torch.stack([coverage[indices], risk[indices]], dim=1).tolist()
 
 
-def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResult:
+def set_result(data: Columns, promised: float, classes: Sequence[str]) -> SetResult:
     """Return the coverage and size of prediction sets on labelled data."""
-    held, labels = tally["held"], tally["label"].long()
+    covered = data["covered"]
+    labels = data["label"].long()
     counts = torch.bincount(labels)
-    covered = (torch.bincount(labels, held) / counts).tolist()
+    by_class = (torch.bincount(labels, covered) / counts).tolist()
     return SetResult(
         promised=promised,
-        realised=float(held.mean()),
-        size=float(tally["set size"].mean()),
-        empty=float((tally["set size"] == 0).double().mean()),
-        classes={classes[place]: covered[place] for place in counts.nonzero().flatten().tolist()},
+        realised=float(covered.mean()),
+        size=float(data["set size"].mean()),
+        empty=float((data["set size"] == 0).double().mean()),
+        classes={classes[label]: by_class[label] for label in counts.nonzero().flatten().tolist()},
     )
 
 
-def examples_of(tally: Tally) -> Examples:
+def examples_of(predictions: PredictionColumns) -> Examples:
     """Return the confidences and predicted classes for the first few inputs."""
-    confidence, predicted = (tally[name][:EXAMPLES] for name in ("confidence", "predicted"))
+    confidence = predictions.data["confidence"][:NUM_EXAMPLES]
+    predicted = predictions.data["predicted"][:NUM_EXAMPLES]
     return Examples(confidence.tolist(), predicted.long().tolist())
 
 
-def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on labelled data for each metric in `BETTER` that all methods have."""
-    found = {method: measured(tally) for method, tally in tallies.items()}
-    return {
-        name: lead({(method,): one[name] for method, one in found.items()}, end)
-        for name, end in BETTER.items()
-        if all(name in one for one in found.values())
-    }
+# --- regression ------------------------------------------------------------------------------------------------------
 
 
-def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return the nll (for regression, also rmse and crps) of every other method minus that of `own`, with standard errors."""
-    found = {method: measured(tally) for method, tally in tallies.items()}
-    mine = found.pop(own)
-    return {
-        method: {
-            name: ((gap := one[name].minus(mine[name])).value, gap.error)
-            for name in ("rmse", "nll", "crps")
-            if name in one
+def _regression_detail(data: Columns, names: Sequence[str]) -> RegressionDetail:
+    outputs = dict(enumerate(names[:MOST_OUTPUTS]))
+    coverages = {level: mean_column(data, f"covered[{level}]") for level in NOMINAL_LEVELS}
+    by_output = {name: _output_measurements(data, output) for output, name in outputs.items()}
+    return RegressionDetail(
+        coverage=[[level, coverage.value, known_error(coverage)] for level, coverage in coverages.items()],
+        spread={name: _spread(data, output) for output, name in outputs.items()},
+        examples={name: _targets(data, output) for output, name in outputs.items()},
+        outputs={
+            name: OutputResult(_values(measurements), _errors(measurements)) for name, measurements in by_output.items()
+        },
+    )
+
+
+def _output_measurements(data: Columns, output: int) -> dict[str, Measurement]:
+    names = {"nll": "nll", "crps": "crps", "std": "std", f"coverage_{100 * INTERVAL:g}": "covered"}
+    rmse = root_mean_of(data[output_column(output, "square")], data.groups)
+    means = {metric: mean_column(data, output_column(output, name)) for metric, name in names.items()}
+    return {"rmse": rmse, **means}
+
+
+def _spread(data: Columns, output: int) -> list[list[float]]:
+    # For each group, return its size, the root mean square of its predicted standard deviations, and its root mean squared error.
+    std = data[output_column(output, "std")]
+    squares = data[output_column(output, "square")]
+    # If all standard deviations are equal, use one group, because the errors of several groups would differ only by chance.
+    bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
+    return [
+        [len(rows), math.sqrt(float(std[rows].square().mean())), math.sqrt(float(squares[rows].mean()))]
+        for rows in torch.tensor_split(std.argsort(stable=True), bins)
+    ]
+
+
+def _targets(data: Columns, output: int) -> list[list[float]]:
+    # For each example, return the target, the mean, and both ends of the 90 % interval.
+    count = len(data)
+    rows = torch.linspace(0, count - 1, min(count, MOST_TARGETS), dtype=torch.float64).round().long()
+    columns = [data[output_column(output, name)][rows] for name in ("target", "mean", "lower", "upper")]
+    return torch.stack(columns, 1).tolist()
+
+
+# --- outliers --------------------------------------------------------------------------------------------------------
+
+
+def outlier_result(inliers: PredictionColumns, outliers: PredictionColumns, *, detail: bool = True) -> OutlierResult:
+    """Measure how well a method's scores separate outliers from the test data; `detail` adds the histogram."""
+    data = outliers.data
+    confidence = mean_column(data, "confidence") if "confidence" in data else None
+    std = mean_column(data, "std") if "std" in data else None
+    separated = separation(inliers, outliers)
+    scores = {}
+    for name, measurements in separated.items():
+        near = inliers.scores[name]
+        far = outliers.scores[name]
+        scores[name] = {
+            "auroc": measurements["auroc"].value,
+            "aupr_in": metrics.aupr_in(near, far),
+            "aupr_out": metrics.aupr_out(near, far),
+            "fpr95": measurements["fpr95"].value,
+            "fpr95_out": metrics.fpr_at_tpr_out(near, far),
         }
-        for method, one in found.items()
-    }
+    return OutlierResult(
+        count=len(outliers.scores),
+        confidence=None if confidence is None else confidence.value,
+        scores=scores,
+        histogram=_histogram(data) if detail and confidence is not None else [],
+        confidence_error=None if confidence is None else known_error(confidence),
+        errors={score: _errors(measurements) for score, measurements in separated.items()},
+        std=None if std is None else std.value,
+        std_error=None if std is None else known_error(std),
+    )
 
 
-def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measurement]]:
-    groups = (inside.groups, outside.groups)
+# --- the best methods ------------------------------------------------------------------------------------------------
+
+
+def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
+    """Return the best method on labelled data for each metric in `BETTER` that all methods have."""
+    measurements = {method: measured(predictions) for method, predictions in methods.items()}
     return {
-        name: {"auroc": area_between(inside[name], far, groups), "fpr95": pass_rate(inside[name], far, groups)}
-        for name, far in outlier_columns(outside).items()
+        name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, better)
+        for name, better in BETTER.items()
+        if all(name in metrics_of for metrics_of in measurements.values())
     }
 
 
-def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
+def differences(
+    methods: Mapping[str, PredictionColumns], reference: str
+) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """Return the nll (for regression, also rmse and crps) of every other method minus that of `reference`, with standard errors."""
+    measurements = {method: measured(predictions) for method, predictions in methods.items()}
+    base = measurements.pop(reference)
+    gaps = {
+        method: {name: metrics_of[name].minus(base[name]) for name in ("rmse", "nll", "crps") if name in base}
+        for method, metrics_of in measurements.items()
+    }
+    return {
+        method: {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
+        for method, by_metric in gaps.items()
+    }
+
+
+def outlier_leads(
+    inliers: Mapping[str, PredictionColumns], outliers: Mapping[str, PredictionColumns]
+) -> dict[str, Lead]:
     """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
-        (method, score): found
-        for method, tally in outside.items()
-        for score, found in _separation(inside[method], tally).items()
+        (method, score): measurements
+        for method, predictions in outliers.items()
+        for score, measurements in separation(inliers[method], predictions).items()
     }
-    areas, rates = ({name: one[metric] for name, one in separated.items()} for metric in ("auroc", "fpr95"))
-    found = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
-    if not all("confidence" in tally.columns for tally in outside.values()):
-        return found
-    confidence: dict[Name, Measurement] = {(method,): tally.mean("confidence") for method, tally in outside.items()}
-    by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outside}
-    return {"confidence": lead(confidence, "low"), "max probability": lead(by_confidence, "high"), **found}
-
-
-def _histogram(tally: Tally) -> list[int]:
-    counts: list[float] = torch.histc(tally["confidence"], CONFIDENCE_BINS, 0, 1).tolist()
-    return [int(count) for count in counts]
+    areas = {name: measurements["auroc"] for name, measurements in separated.items()}
+    rates = {name: measurements["fpr95"] for name, measurements in separated.items()}
+    leads = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
+    if not all("confidence" in predictions.data for predictions in outliers.values()):
+        return leads
+    confidence: dict[Name, Measurement] = {
+        (method,): mean_column(predictions.data, "confidence") for method, predictions in outliers.items()
+    }
+    by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outliers}
+    return {
+        "confidence": lead(confidence, "low"),
+        "max probability": lead(by_confidence, "high"),
+        **leads,
+    }

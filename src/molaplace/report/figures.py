@@ -1,14 +1,18 @@
-"""Names, titles and captions of the figures in each report, and the functions that draw them."""
+"""Names, titles and captions of the figures for a comparison on the user's data, and the functions that draw them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from molaplace.evaluation.demo_result import DemoResult
-from molaplace.evaluation.record import Comparison
-from molaplace.report import curve_figures as curves
-from molaplace.report.picture_figures import MOST_SETS, demo_moons, draw_examples, draw_histograms
-from molaplace.report.style import Planned
+import numpy as np
+
+from molaplace.evaluation import Comparison
+from molaplace.evaluation.comparison import RegressionDetail
+from molaplace.report.curves import DOTTED, GUIDE, Line, Panel, draw_panels, draw_reliability
+from molaplace.report.numbers import BY_CONFIDENCE, Numbers, Quantity
+from molaplace.report.pictures import MOST_SETS, HistogramColumn, draw_histograms
+from molaplace.report.style import INK, Figure, Planned, colours, strokes
 
 RELIABILITY = (
     "Calibration",
@@ -16,63 +20,146 @@ RELIABILITY = (
 )
 SHARES = "Share of inputs by confidence, on a square-root scale. A good method is less confident on outliers than on test data."
 
-ABLATED = ("log_likelihood", "ece", "confidence")
-"""Metrics plotted against the level of shift in ablations and in the demo."""
-
-
-def demo_figures(result: DemoResult) -> dict[str, Planned]:
-    """Return the demo's figures, keyed by name, in page order."""
-    comparison = result.comparison
-    outliers, names = comparison.of_role("outlier")[:3], list(comparison.methods)
-    panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
-    turning = partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)")
-    inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
-    rotation = (
-        "Beyond 45°, every method is overconfident, but the log-likelihood falls further for some than for others."
-    )
-    distance = (
-        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
-        "the theorem's bound. The last panel shows the limit and the bound for other prior precisions."
-    )
-    plane = "Confidence around the two moons, in a window six times as wide as the data."
-    return {
-        "examples": Planned("The inputs", inputs, partial(draw_examples, comparison)),
-        "histograms": Planned("Confidence in outliers", SHARES, partial(draw_histograms, comparison, outliers)),
-        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
-        "rotation": Planned("Rotated digits", rotation, turning),
-        "distance": Planned("Far from the data", distance, partial(curves.demo_distance, result)),
-        "moons": Planned("Confidence over the plane", plane, partial(demo_moons, result)),
-    }
+MOST_PANELS = 2
+"""Maximum number of regression outputs in one figure."""
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     """Return the figures for a comparison on the user's data, keyed by name, in page order."""
-    alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
-    beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
+    networks = [method for method in comparison.methods if method.startswith(("MAP", "DE"))]
+    with_laplace = [method for method in comparison.methods if method in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
-        panels = {"networks alone": alone, "with Laplace": beside}
-        held = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
+        panels = {"networks alone": networks, "with Laplace": with_laplace}
+        coverage = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
         spread = (
             "Test data in groups of equal size, sorted by predicted standard deviation. A cross marks a method whose standard "
             "deviation is constant."
         )
-        some = "Predicted means and 90 % intervals for some of the test data."
+        predicted = "Predicted means and 90 % intervals for some of the test data."
         return {
-            "coverage": Planned("Coverage of intervals", held, partial(curves.draw_coverage, comparison, panels)),
-            "spread": Planned("Standard deviation and error", spread, partial(curves.draw_spread, comparison)),
-            "predicted": Planned("Predictions and targets", some, partial(curves.draw_predicted, comparison)),
+            "coverage": Planned("Coverage of intervals", coverage, partial(draw_coverage, comparison, panels)),
+            "spread": Planned("Standard deviation and error", spread, partial(draw_spread, comparison)),
+            "predicted": Planned("Predictions and targets", predicted, partial(draw_predicted, comparison)),
         }
-    outliers = comparison.of_role("outlier")[:MOST_SETS]
-    at_zero = {"networks, with and without temperature": (0.0, alone), "with Laplace": (0.0, beside)}
+    bins = {method: result.reliability for method, result in comparison.on_test.items()}
+    reliability = {
+        "networks, with and without temperature": {method: bins[method] for method in networks},
+        "with Laplace": {method: bins[method] for method in with_laplace},
+    }
     figures = {
-        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, at_zero)),
-        "confidence": Planned("Distribution of confidence", SHARES, partial(draw_histograms, comparison, outliers)),
+        "reliability": Planned(*RELIABILITY, partial(draw_reliability, reliability)),
+        "confidence": Planned("Distribution of confidence", SHARES, partial(draw_confidence, comparison, MOST_SETS)),
     }
     if comparison.decisions is not None:
         risk = (
             "Error rate of the most confident predictions against coverage. Each cross marks a threshold, chosen on the validation "
             "data, that keeps the error rate below the dotted line with 95 % certainty."
         )
-        make = partial(curves.evaluation_decisions, comparison)
-        figures["decisions"] = Planned("Fewer answers, fewer errors", risk, make)
+        figures["decisions"] = Planned("Fewer answers, fewer errors", risk, partial(draw_decisions, comparison))
     return figures
+
+
+def draw_confidence(comparison: Comparison, most: int) -> Figure:
+    """Draw histograms of each method's confidence on the test data and on the first few outlier sets."""
+    numbers = Numbers(comparison.methods)
+    columns = [
+        HistogramColumn(
+            info.title,
+            {method: result.outliers[info.name].histogram for method, result in comparison.methods.items()},
+            {
+                "mean": numbers(Quantity(info.name, "confidence")),
+                "AUROC": numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)),
+            },
+        )
+        for info in comparison.of_role("outlier")[:most]
+    ]
+    test = {method: result.histogram for method, result in comparison.on_test.items()}
+    alone = HistogramColumn("", {}, {"mean": numbers(Quantity(comparison.test.name, "confidence"))})
+    return draw_histograms(test, columns or [alone])
+
+
+def draw_decisions(comparison: Comparison) -> Figure:
+    """Plot risk against coverage for every method, and mark the thresholds chosen on the validation data."""
+    decisions = comparison.decisions
+    drawn = strokes(comparison.methods)
+    assert decisions is not None  # this figure is drawn only if there are decisions
+    lines = []
+    for method, points in decisions.curves.items():
+        coverage, risk = 100 * np.array(points).T
+        lines.append(Line(coverage, risk, method, drawn[method]))
+    for answers in decisions.answers:
+        if answers.answered is not None and answers.realised is not None:
+            cross = {"marker": "x", "markersize": 8, "markeredgewidth": 1.8, "color": INK}
+            lines.append(Line([0, 101], [100 * answers.promised] * 2, "", {**GUIDE, "linestyle": DOTTED}))
+            lines.append(Line([100 * answers.answered], [100 * answers.realised], "", cross))
+    settings = {
+        "xlabel": "answered inputs, %",
+        "ylabel": "error rate of the answers, %",
+        "xlim": (0, 101),
+        "ylim": (0, None),
+    }
+    return draw_panels([Panel("", lines, settings)])
+
+
+# --- regression ------------------------------------------------------------------------------------------------------
+
+
+def _details(comparison: Comparison) -> dict[str, RegressionDetail]:
+    details = {method: result.regression for method, result in comparison.on_test.items()}
+    return {method: detail for method, detail in details.items() if detail is not None}
+
+
+def _output_title(comparison: Comparison, output: str) -> str:
+    return f"output {output}" if len(comparison.classes) > 1 else ""
+
+
+def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
+    """Plot the observed against the nominal coverage of central intervals; `panels` maps panel titles to the methods to plot."""
+    details = _details(comparison)
+    drawn = strokes(comparison.methods)
+    settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
+    made = []
+    for title, methods in panels.items():
+        lines = [Line([0, 1], [0, 1], "", GUIDE)]
+        for method in methods:
+            rows = [[number or 0.0 for number in row] for row in details[method].coverage]
+            level, covered, error = np.array(rows).T
+            lines.append(Line(level, covered, method, drawn[method], error))
+        made.append(Panel(title, lines, settings))
+    return draw_panels(made)
+
+
+def draw_spread(comparison: Comparison) -> Figure:
+    """Plot the root mean squared error against the predicted standard deviation for the first few outputs."""
+    details = _details(comparison)
+    drawn = strokes(comparison.methods)
+    settings = {"xlabel": "predicted standard deviation", "ylabel": "root mean squared error"}
+    panels = []
+    for output in list(next(iter(details.values())).spread)[:MOST_PANELS]:
+        lines = []
+        for method, detail in details.items():
+            _, predicted, error = np.array(detail.spread[output]).T
+            marker = {"marker": "x", "markersize": 8} if len(error) == 1 else {"marker": "o", "markersize": 3.5}
+            lines.append(Line(predicted, error, method, {**marker, **drawn[method]}))
+        ends = [min(np.min(line.x) for line in lines), max(np.max(line.x) for line in lines)]
+        panels.append(Panel(_output_title(comparison, output), [Line(ends, ends, "", GUIDE), *lines], settings))
+    return draw_panels(panels)
+
+
+def draw_predicted(comparison: Comparison) -> Figure:
+    """Plot the posterior's predictions and 90 % intervals against the targets."""
+    examples = _details(comparison)[comparison.own].examples
+    colour = colours(comparison.methods)[comparison.own]
+    panels = []
+    for output in list(examples)[:MOST_PANELS]:
+        target, mean, lower, upper = np.array(examples[output], dtype=float).T
+        ends = [min(target.min(), mean.min()), max(target.max(), mean.max())]
+        # The intervals are drawn as vertical segments of one line, separated by NaN.
+        broken = np.stack([lower, upper, np.full_like(lower, np.nan)], axis=1).ravel()
+        lines = [
+            Line(ends, ends, "", GUIDE),
+            Line(np.repeat(target, 3), broken, "90 % interval", {"color": colour, "alpha": 0.35, "linewidth": 0.9}),
+            Line(target, mean, comparison.own, {"color": colour, "linestyle": "", "marker": ".", "markersize": 3.5}),
+        ]
+        panels.append(Panel(_output_title(comparison, output), lines, {"xlabel": "true", "ylabel": "predicted"}))
+    return draw_panels(panels)

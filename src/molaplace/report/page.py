@@ -8,26 +8,12 @@ from collections.abc import Sequence
 from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from molaplace.evaluation.demo_result import DemoResult
-from molaplace.evaluation.record import Comparison
+from molaplace.evaluation import Comparison
 from molaplace.options import counted
 from molaplace.report import words
-from molaplace.report.single_run_tables import demo_tables, detail_table, evaluation_tables
+from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.style import INK, Drawn, strokes
 from molaplace.report.tables import as_html
-
-
-def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
-    """Return the HTML page for the demo."""
-    return render_page(
-        "demo",
-        result=result,
-        headlines=words.demo_headlines(result),
-        tables=demo_tables(result.comparison),
-        sizes={one.role: one.count for one in result.comparison.sets.values()},
-        figures=figures,
-        remarks=words.demo_remarks(result),
-    )
 
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:

@@ -9,22 +9,29 @@ import html
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import pandas as pd
 
-from molaplace.evaluation.leads import Lead
-from molaplace.report.estimate import Estimate, leaders
-from molaplace.report.numbers import Numbers, On
+from molaplace.evaluation import Estimate
+from molaplace.report.numbers import Quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-Number = float | Estimate | str | None
+
+class Formatted(Protocol):
+    """A number that formats itself with its error, such as an `Estimate`."""
+
+    def text(self, digits: int) -> str:
+        """Return the number with this many decimals."""
+
+
+Number = float | Formatted | str | None
 
 MISSING = "\N{EN DASH}"
-NOWHERE = On("", "")
+NOWHERE = Quantity("", "")
 ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 
@@ -38,7 +45,7 @@ class Column:
     better: Literal["low", "high"] | None = None
     """Direction of improvement; None if neither direction is better."""
     digits: int = 1
-    on: On = NOWHERE
+    quantity: Quantity = NOWHERE
     factor: float = 1.0
     """Factor that converts numbers in the records to the unit of the column."""
 
@@ -81,19 +88,12 @@ def make_table(
     columns: Sequence[Column],
     values: Mapping[str, Sequence[Number]],
     aside: Mapping[str, Sequence[Number]] | None = None,
-    best: Collection[tuple[str, int]] | None = None,
+    best: Collection[tuple[str, int]] = (),
 ) -> Table:
-    """Format the numbers in each row and mark the best number in each column; the rows in `aside` are never marked.
+    """Format the numbers in each row; `best` contains the row name and the column index of each cell to mark.
 
-    `best` contains the row name and column index of each cell to mark. By default, `leaders` chooses the cells in each column.
+    The rows in `aside` follow the others and are never marked.
     """
-    if best is None:
-        best = [
-            (name, index)
-            for index, column in enumerate(columns)
-            if column.better is not None
-            for name in leaders({name: _estimate(row[index]) for name, row in values.items()}, column.better)
-        ]
     rows = {**values, **(aside or {})}
     heads: list[tuple[str, str]] = [(column.group, column.heading) for column in columns]
     grouped = any(group for group, _ in heads)
@@ -102,7 +102,7 @@ def make_table(
         caption,
         tuple(columns),
         pd.DataFrame(
-            [[_text(one, column) for one, column in zip(row, columns, strict=True)] for row in rows.values()],
+            [[_text(number, column) for number, column in zip(row, columns, strict=True)] for row in rows.values()],
             list(rows),
             pd.MultiIndex.from_tuples(heads) if grouped else [heading for _, heading in heads],
         ),
@@ -111,22 +111,11 @@ def make_table(
     )
 
 
-def _estimate(number: Number) -> Estimate | None:
-    return (
-        Estimate(number, None, 1) if isinstance(number, (int, float)) else None if isinstance(number, str) else number
-    )
-
-
 def _text(number: Number, column: Column) -> str:
-    if isinstance(number, str):
-        return number
-    estimate = _estimate(number)
-    return MISSING if estimate is None else estimate.text(column.digits)
-
-
-def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return columns that show metrics on one set; `columns` gives the heading and format for each metric."""
-    return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
+    if number is None or isinstance(number, str):
+        return MISSING if number is None else number
+    formatted = Estimate(number) if isinstance(number, (int, float)) else number
+    return formatted.text(column.digits)
 
 
 SHIFT_METRICS = {
@@ -139,31 +128,29 @@ SHIFT_METRICS = {
 """Metrics shown as a function of the level of shift."""
 
 
-def records_table(
+def columns_on(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
+    """Return columns that show metrics on one set; `columns` gives the heading and format for each metric."""
+    return [replace(column, quantity=Quantity(name, metric), group=group) for metric, column in columns.items()]
+
+
+def quantity_table(
     title: str,
     caption: str,
-    numbers: Numbers,
+    numbers: Callable[[Quantity, float], Mapping[str, Number]],
     columns: Sequence[Column],
     aside: Mapping[str, Sequence[Number]] | None = None,
-    leads: Mapping[str, Mapping[str, Lead]] | None = None,
+    best: Callable[[Column, Mapping[str, Number]], Collection[str]] = lambda column, values: (),
 ) -> Table:
     """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
 
-    `leads` contains the best methods in a single-run comparison, keyed by set and metric; see `Comparison.leads`.
+    `numbers` returns the numbers of each method for a quantity and a unit factor, and `best` the methods to mark in a column.
     """
-    found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
-    best = None
-    if leads is not None:
-        clear = [_clear(one.on, leads) for one, _ in found]
-        best = [(name, index) for index, names in enumerate(clear) for name in numbers.methods if name in names]
-    rows = {method: [values[method] for _, values in found] for method in numbers.methods}
-    return make_table(title, caption, [one for one, _ in found], rows, aside, best)
-
-
-def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
-    # Return the methods that have a clear lead; if the metric depends on an outlier score, only leads with that score count.
-    lead = leads.get(str(on.sets), {}).get(on.metric)
-    return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
+    by_column = [(column, numbers(column.quantity, column.factor)) for column in columns]
+    shown = [(column, values) for column, values in by_column if any(values.values()) or aside]
+    marked = [(name, index) for index, (column, values) in enumerate(shown) for name in best(column, values)]
+    methods = dict.fromkeys(name for _, values in shown for name in values)
+    rows = {method: [values[method] for _, values in shown] for method in methods}
+    return make_table(title, caption, [column for column, _ in shown], rows, aside, marked)
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------

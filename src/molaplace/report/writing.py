@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from molaplace.errors import OptionError
-from molaplace.evaluation.demo_result import DemoResult
-from molaplace.evaluation.record import Comparison
+from molaplace.evaluation import Comparison
 from molaplace.report import words
-from molaplace.report.figures import demo_figures, evaluation_figures
-from molaplace.report.page import demo_page, evaluation_page
-from molaplace.report.single_run_tables import FEW, detail_table, evaluation_tables
+from molaplace.report.comparison_tables import FEW, detail_table, evaluation_tables
+from molaplace.report.figures import evaluation_figures
+from molaplace.report.page import evaluation_page
 from molaplace.report.style import Drawn, Planned, render
 from molaplace.report.tables import as_markdown
 
@@ -24,14 +23,6 @@ Progress = Callable[[str, float], None]
 
 def no_progress(doing: str, done: float) -> None:
     """Ignore the progress."""
-
-
-def write_demo(result: DemoResult, directory: Path, progress: Progress = no_progress) -> Path:
-    """Write `index.html`, `numbers.json`, and the figures as `figures/<name>.svg` and `.png`; return the path of the page."""
-    with writing_to(directory):
-        figures = draw_figures(demo_figures(result), directory, progress)
-        texts = {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
-        return write_texts(texts, directory)
 
 
 def write_evaluation(
@@ -46,7 +37,7 @@ def write_evaluation(
         figures = draw_figures(evaluation_figures(comparison), directory, progress)
         page = evaluation_page(comparison, list(figures.values()))
         return write_texts(
-            {"numbers.json": _as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}, directory
+            {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}, directory
         )
 
 
@@ -69,7 +60,8 @@ def write_texts(texts: Mapping[str, str], directory: Path) -> Path:
     return directory / "index.html"
 
 
-def _as_json(numbers: dict[str, Any]) -> str:
+def as_json(numbers: dict[str, Any]) -> str:
+    """Return plain values as the text of a JSON file."""
     return json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from molaplace.demo import rotate as rotate_bilinear
 from molaplace.errors import importing
 from molaplace.options import one_of
 
@@ -47,13 +46,7 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
         planes = (Image.fromarray(plane) for plane in images.flatten(0, 1).cpu().numpy())
         turned = np.stack([np.asarray(plane.rotate(degrees, Image.Resampling.NEAREST)) for plane in planes])
         return torch.from_numpy(turned).view_as(images).to(images.device)
-    if degrees % 360 == 0:
-        return images
-    angle = math.radians(degrees)
-    # The matrix maps positions in the result to positions in the source, with y pointing down.
-    inverse = images.new_tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
-    grid = functional.affine_grid(inverse.expand(len(images), 2, 3), list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    return rotate_bilinear(images, degrees)
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:

@@ -2,46 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from molaplace.report import curve_figures as curves
-from molaplace.report.curve_figures import draw_panels, estimates_panel
-from molaplace.report.figures import ABLATED, RELIABILITY, SHARES
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On, levels_of, shared_outliers
-from molaplace.report.picture_figures import MOST_SETS, draw_examples, draw_histograms, example_sets
+import numpy as np
+
+from molaplace.evaluation import Examples
+from molaplace.report.curves import draw_against_level, draw_panels, draw_reliability, estimates_panel
+from molaplace.report.figures import RELIABILITY, SHARES
+from molaplace.report.numbers import Quantity
+from molaplace.report.pictures import MOST_SETS, HistogramColumn, draw_examples, draw_histograms, example_sets
 from molaplace.report.style import Figure, Planned
 from molaplace.report.tables import SHIFT_METRICS
+from molaplace_lab.record import Record
 from molaplace_lab.report.reading import SuiteResults
+from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers, levels_of, shared_outliers
 from molaplace_lab.report.tables import GROUP_TITLES, ablation_groups
 
 BANDS = "Lines show means over runs; bands show one standard error."
+
+ABLATED = ("log_likelihood", "ece", "confidence")
+"""Metrics plotted against the level of shift in ablations."""
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
     """Return the figures for a suite, keyed by name, in page order; figures whose records are missing are omitted."""
     figures: dict[str, Planned] = {}
-    levels, outliers = levels_of(suite), suite.of_role("outlier")
-    if suite.runs and outliers:
-        histograms = partial(draw_histograms, suite, outliers[:MOST_SETS])
+    levels = levels_of(suite.sets)
+    if suite.runs and suite.of_role("outlier"):
+        histograms = partial(draw_suite_histograms, suite)
         figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs are pooled.", histograms)
     if suite.runs and len(levels) > 1:
-        shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
+        shift = partial(draw_shift, suite, suite.runs, tuple(SHIFT_METRICS))
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
-        # The panels show the test set (level 0) and the middle and highest levels of shift.
-        shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
-        titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
-        panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
-        figures["reliability"] = Planned(*RELIABILITY, partial(curves.draw_reliability_panels, suite, panels))
-    if example_sets(suite):
+        figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability, _pooled_bins(suite, levels)))
+    examples = first_examples(suite)
+    if sets := example_sets(suite.sets, suite.pictures, examples):
         caption = "The first images of each set, with each method's confidence in the first run."
-        figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
+        figures["examples"] = Planned("Example images", caption, partial(draw_examples, sets, suite.pictures, examples))
     for group in ablation_groups(suite):
-        along = partial(curves.draw_against_level, suite, suite.groups[group], ABLATED, suite.axis)
+        along = partial(draw_shift, suite, suite.groups[group], ABLATED)
         make = partial(draw_components, suite) if group == "components" else along
         if group == "components" or len(levels) > 1:
             figures[group] = Planned(GROUP_TITLES.get(group, group), BANDS, make)
     return figures
+
+
+def draw_shift(suite: SuiteResults, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> Figure:
+    """Plot the metrics of the given methods against the level of shift."""
+    numbers = Numbers(methods)
+    return draw_against_level(
+        levels_of(suite.sets),
+        metrics,
+        suite.axis,
+        list(methods),
+        lambda level, metric: numbers(numbers.at_level(level, metric)),
+    )
+
+
+def _pooled_bins(suite: SuiteResults, levels: Sequence[float]) -> dict[str, dict[str, np.ndarray]]:
+    # The panels show the test set (level 0) and the middle and highest levels of shift.
+    panels: dict[str, dict[str, np.ndarray]] = {}
+    for level in sorted({levels[0], levels[len(levels) // 2], levels[-1]}):
+        pooled = panels.setdefault(f"{suite.shift_title}, {level:g}" if panels else "test", {})
+        for method, records in suite.runs.items():
+            results = [result for record in records for result in record.labelled.values()]
+            bins = [result.reliability for result in results if result.level == level and result.reliability]
+            if bins:
+                pooled[method] = np.sum(bins, axis=0)
+    return panels
+
+
+def first_examples(suite: SuiteResults) -> dict[str, Mapping[str, Examples]]:
+    """Return the predictions of each method for the first images of each set, in the first run."""
+    return {method: records[0].examples for method, records in suite.runs.items()}
+
+
+def draw_suite_histograms(suite: SuiteResults) -> Figure:
+    """Draw histograms of each method's confidence on the test set and on the first few outlier sets, with all runs pooled."""
+    numbers = Numbers(suite.runs)
+    test = {
+        method: np.sum(
+            [record.labelled[info.name].histogram for record in records for info in suite.of_role("test")], axis=0
+        )
+        for method, records in suite.runs.items()
+    }
+    columns = []
+    for info in suite.of_role("outlier")[:MOST_SETS]:
+        counts = {
+            method: np.sum(
+                [record.outliers[info.name].histogram for record in records if info.name in record.outliers], axis=0
+            )
+            for method, records in suite.runs.items()
+        }
+        means = {
+            "mean": numbers(Quantity(info.name, "confidence")),
+            "AUROC": numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)),
+        }
+        columns.append(HistogramColumn(info.title, counts, means))
+    return draw_histograms(test, columns)
 
 
 def draw_components(suite: SuiteResults) -> Figure:
@@ -54,13 +114,13 @@ def draw_components(suite: SuiteResults) -> Figure:
         sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
     sweep = dict(sorted(sweep.items()))
     families = list(dict.fromkeys(family for members in sweep.values() for family in members))
-    quantities: dict[str, On] = {}
+    quantities: dict[str, Quantity] = {}
     for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
         name = "ECE" if metric == "ece" else SHIFT_METRICS[metric].name
-        quantities |= {f"{name}, test": On("test", metric), f"{name}, shifted": numbers.shifted(metric)}
-    outliers = tuple(one.name for one in shared_outliers(suite, methods))
-    quantities["mean confidence, outliers"] = On(outliers, "confidence")
-    quantities["AUROC, outliers"] = On(outliers, "auroc", BY_CONFIDENCE)
+        quantities |= {f"{name}, test": Quantity("test", metric), f"{name}, shifted": numbers.shifted(metric)}
+    outliers = tuple(one.name for one in shared_outliers(suite.sets, methods))
+    quantities["mean confidence, outliers"] = Quantity(outliers, "confidence")
+    quantities["AUROC, outliers"] = Quantity(outliers, "auroc", BY_CONFIDENCE)
     panels = []
     for title, quantity in quantities.items():
         found = numbers(quantity)

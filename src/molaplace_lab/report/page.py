@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from jinja2 import PackageLoader
 
-from molaplace.report.numbers import LEADS
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table
 from molaplace_lab.report import words
 from molaplace_lab.report.reading import METHODS, SuiteResults
+from molaplace_lab.report.runs import LEADS
 from molaplace_lab.report.tables import ablation_groups
 
 

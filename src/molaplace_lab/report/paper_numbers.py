@@ -6,7 +6,7 @@ Mean confidence (MMC) and AUROC are given in %. Means and standard errors were c
 
 from __future__ import annotations
 
-from molaplace.report.estimate import Estimate
+from molaplace_lab.report.runs import RunMean
 
 NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
 """Network architectures used in the paper, by suite."""
@@ -14,10 +14,10 @@ NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
 RUNS = 5
 
 
-def _row(text: str, names: tuple[str, ...]) -> dict[str, Estimate]:
+def _row(text: str, names: tuple[str, ...]) -> dict[str, RunMean]:
     numbers = [float(one) for one in text.split()]
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return {name: Estimate(mean, error, RUNS) for name, (mean, error) in zip(names, pairs, strict=True)}
+    return {name: RunMean(mean, error, RUNS) for name, (mean, error) in zip(names, pairs, strict=True)}
 
 
 def _columns(*sets: str) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def _columns(*sets: str) -> tuple[str, ...]:
 _CIFAR10 = _columns("SVHN", "LSUN", "CIFAR-100")
 _MNIST = _columns("FMNIST", "EMNIST", "KMNIST")
 
-OUTLIERS: dict[str, dict[str, dict[str, Estimate]]] = {
+OUTLIERS: dict[str, dict[str, dict[str, RunMean]]] = {
     "cifar10": {
         "MAP": _row("97.2 0.0  77.5 2.9 91.7 1.2  71.7 0.8 94.3 0.3  79.2 0.1 90.0 0.1", _CIFAR10),
         "DE": _row("96.1 0.0  62.8 0.7 95.4 0.2  59.2 0.5 96.0 0.1  70.7 0.1 91.3 0.1", _CIFAR10),

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from molaplace.errors import StorageError
-from molaplace.evaluation.record import Comparison, Pictures, Record, Role, SetInfo
+from molaplace.evaluation import Pictures, Role, SetInfo
 from molaplace.options import one_of
 from molaplace.saving.schema import Optional, check
+from molaplace_lab.record import Record
 from molaplace_lab.store import COST, SUITE, Store, read_record
 
 MAIN = "main"
@@ -82,10 +83,17 @@ AGAIN = "Run the suite again; finished records are kept."
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteResults(Comparison):
+class SuiteResults:
     """Results of a suite: a comparison of methods over several runs, together with ablations."""
 
     name: str
+    title: str
+    sets: dict[str, SetInfo]
+    """Data sets by name: first the test set, then the shifted sets in order of level, then the outlier sets."""
+    pictures: dict[str, Pictures]
+    """The first few images of each set that contains images, by set name."""
+    classes: tuple[str, ...]
+    notes: tuple[str, ...]
     network: str
     components: int
     threshold: float | None
@@ -101,6 +109,15 @@ class SuiteResults(Comparison):
     def runs(self) -> dict[str, tuple[Record, ...]]:
         """Records of the compared methods, keyed by method."""
         return self.groups.get(MAIN, {})
+
+    def of_role(self, role: Role) -> list[SetInfo]:
+        """Return the sets that have the given role."""
+        return [info for info in self.sets.values() if info.role == role]
+
+    @property
+    def test(self) -> SetInfo:
+        """The test set."""
+        return self.of_role("test")[0]
 
     @property
     def run_count(self) -> int:
@@ -148,7 +165,6 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         classes=tuple(document["classes"]),
         notes=tuple(document["notes"]),
         groups=groups,
-        records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
         warnings=(*unread, *_disagreements(name, ordered)),
     )

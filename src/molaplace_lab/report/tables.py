@@ -6,19 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from molaplace.evaluation.record import SetInfo
-from molaplace.report.numbers import (
+from molaplace.evaluation import SetInfo
+from molaplace.report.numbers import Quantity
+from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, columns_on
+from molaplace_lab.report import paper_numbers
+from molaplace_lab.report.reading import MAIN, SuiteResults, known_scores
+from molaplace_lab.report.runs import (
     BY_CONFIDENCE,
     EXCESS,
     Numbers,
-    On,
     levels_of,
+    marked_table,
+    records_table,
     runs_words,
     shared_outliers,
 )
-from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, make_table, on_set, records_table
-from molaplace_lab.report import paper_numbers
-from molaplace_lab.report.reading import MAIN, SuiteResults, known_scores
 
 TERMINAL = ("outliers", "in-distribution", "cost")
 """Names of the tables printed to the terminal; the output files contain all tables."""
@@ -62,10 +64,10 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
 
 
 def _outlier_columns(sets: Sequence[SetInfo]) -> list[Column]:
-    columns = [Column("MMC", "test", None, 1, On("test", "confidence"), 100)]
+    columns = [Column("MMC", "test", None, 1, Quantity("test", "confidence"), 100)]
     for one in sets:
-        columns.append(Column("MMC", one.title, "low", 1, On(one.name, "confidence"), 100))
-        columns.append(Column("AUROC", one.title, "high", 1, On(one.name, "auroc", BY_CONFIDENCE), 100))
+        columns.append(Column("MMC", one.title, "low", 1, Quantity(one.name, "confidence"), 100))
+        columns.append(Column("AUROC", one.title, "high", 1, Quantity(one.name, "auroc", BY_CONFIDENCE), 100))
     return columns
 
 
@@ -106,7 +108,7 @@ def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if len(columns) == 1 or not values:
         return None
     for one in columns:
-        found = numbers(one.on, 100)
+        found = numbers(one.quantity, 100)
         for method, row in values.items():
             mine, theirs = found[method], paper[method].get(f"{one.group} {one.name}")
             gap = None if mine is None or theirs is None else mine.minus(theirs)
@@ -115,7 +117,7 @@ def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
         "Differences in percentage points, with standard errors. Positive differences mean that our numbers are higher."
     )
     columns = [replace(one, better=None) for one in columns]
-    return make_table(f"{suite.title}: our numbers minus the paper's", caption, columns, values)
+    return marked_table(f"{suite.title}: our numbers minus the paper's", caption, columns, values)
 
 
 # --- in distribution and under shift ---------------------------------------------------------------------------------
@@ -141,13 +143,13 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
         f"maximum calibration errors. Legacy ECE follows published scripts, which omit predictions with a confidence of 0.99 or more; "
         f"use it only for comparison with published numbers. AURC is the area under the risk-coverage curve."
     )
-    return records_table(f"{suite.title}: in distribution", caption, numbers, on_set("test", IN_DISTRIBUTION))
+    return records_table(f"{suite.title}: in distribution", caption, numbers, columns_on("test", IN_DISTRIBUTION))
 
 
 def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    levels, group = levels_of(suite), f"AURC %, {suite.axis}"
+    levels, group = levels_of(suite.sets), f"AURC %, {suite.axis}"
     columns = [Column(f"{one:g}", group, "low", 2, numbers.at_level(one, "aurc"), 100) for one in levels]
-    columns.append(Column("test", "excess %", "low", 3, On("test", EXCESS), 100))
+    columns.append(Column("test", "excess %", "low", 3, Quantity("test", EXCESS), 100))
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
@@ -159,12 +161,12 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 
 def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table | None:
-    levels, methods, like = levels_of(suite), suite.groups.get(group, {}), SHIFT_METRICS[metric]
+    levels, methods, like = levels_of(suite.sets), suite.groups.get(group, {}), SHIFT_METRICS[metric]
     if len(levels) < 2 or not methods:
         return None
     numbers = Numbers(methods)
     columns = [
-        replace(like, name=f"{level:g}", group=suite.axis, on=numbers.at_level(level, metric)) for level in levels
+        replace(like, name=f"{level:g}", group=suite.axis, quantity=numbers.at_level(level, metric)) for level in levels
     ]
     title, paper = f"{suite.shift_title}: {like.name}", paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
     if group == "variants":
@@ -205,7 +207,7 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
         f"{runs_words(methods)} Rows are based on different test images because each image received only one type of shift."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
-    return make_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
+    return marked_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
 
 
 # --- outlier scores --------------------------------------------------------------------------------------------------
@@ -224,27 +226,27 @@ def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers
     scores, kept = known_scores(suite), []
     rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
     for column in columns:
-        metric = column.on.metric
+        metric = column.quantity.metric
         found = {
             f"{method}, {score}": one
             for score in scores
             for method, one in numbers(
-                On(column.on.sets, metric.format(score), "" if "{}" in metric else score), 100
+                Quantity(column.quantity.sets, metric.format(score), "" if "{}" in metric else score), 100
             ).items()
         }
         if any(found.values()):
             kept.append(column)
             for name, row in rows.items():
                 row.append(found[name])
-    return make_table(title, caption, kept, {name: row for name, row in rows.items() if any(row)})
+    return marked_table(title, caption, kept, {name: row for name, row in rows.items() if any(row)})
 
 
 def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    sets, scores = shared_outliers(suite, suite.runs), known_scores(suite)
+    sets, scores = shared_outliers(suite.sets, suite.runs), known_scores(suite)
     if not sets or not scores:
         return None
     names = tuple(one.name for one in sets)
-    values = {score: list(numbers(On(names, "auroc", score), 100).values()) for score in scores}
+    values = {score: list(numbers(Quantity(names, "auroc", score), 100).values()) for score in scores}
     own: dict[str, list[str]] = {}
     for method, records in suite.runs.items():
         for name in dict.fromkeys(str(one.chosen["ood_score"]) for one in records if "ood_score" in one.chosen):
@@ -256,7 +258,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
         f"{f' The ood score is {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
-    return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
+    return marked_table(f"{suite.title}: outliers by every score", caption, columns, values)
 
 
 def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
@@ -265,7 +267,9 @@ def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
         "threshold that accepts 95 % of the test data. FPR95 out is the share of test data rejected at the threshold that rejects "
         "95 % of the outliers."
     )
-    return _every_score(f"{one.title}: every method by every score", caption, suite, numbers, on_set(one.name, SCORED))
+    return _every_score(
+        f"{one.title}: every method by every score", caption, suite, numbers, columns_on(one.name, SCORED)
+    )
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
@@ -281,7 +285,8 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         sets = [suite.sets[name] for name in listed if name in suite.sets]
         group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
         columns += [
-            replace(SCORED[key], name=name, group=group, on=On(names, key)) for key, name in OPENOOD_METRICS.items()
+            replace(SCORED[key], name=name, group=group, quantity=Quantity(names, key))
+            for key, name in OPENOOD_METRICS.items()
         ]
         shown += sets
     counts = ", ".join(f"{one.count:,} from {one.title}" for one in shown)
@@ -304,7 +309,7 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
 
 def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
-    columns = [Column(name, better="high", on=On("rejection", f"{name}, {{}}")) for name in named]
+    columns = [Column(name, better="high", quantity=Quantity("rejection", f"{name}, {{}}")) for name in named]
     caption = (
         f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold chosen to maximise the number of "
         f"correctly handled validation requests (3000 in scope and 100 out of scope). The in-scope accuracy treats rejected requests "
@@ -318,12 +323,12 @@ def _people(suite: SuiteResults) -> Table | None:
     if not methods:
         return None
     columns = [
-        Column("NLL", "test", "low", 4, On("test", "nll")),
-        Column("cross-entropy", "people", "low", 4, On("people", "cross-entropy")),
-        Column("divergence", "people", "low", 4, On("people", "divergence")),
+        Column("NLL", "test", "low", 4, Quantity("test", "nll")),
+        Column("cross-entropy", "people", "low", 4, Quantity("people", "cross-entropy")),
+        Column("divergence", "people", "low", 4, Quantity("people", "divergence")),
     ]
     columns += [
-        Column(score, "rank correlation %", "high", 1, On("people", f"correlation, {score}"), 100)
+        Column(score, "rank correlation %", "high", 1, Quantity("people", f"correlation, {score}"), 100)
         for score in known_scores(suite)
     ]
     caption = (
@@ -344,18 +349,18 @@ def ablation_groups(suite: SuiteResults) -> list[str]:
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
     methods = suite.groups[group]
-    numbers, sets = Numbers(methods), shared_outliers(suite, methods)
+    numbers, sets = Numbers(methods), shared_outliers(suite.sets, methods)
     outliers = tuple(one.name for one in sets)
     columns = [
-        Column("NLL", "test", "low", 4, On("test", "nll")),
-        Column("ECE %", "test", "low", 2, On("test", "ece"), 100),
-        Column("acc. %", "test", "high", 2, On("test", "accuracy"), 100),
+        Column("NLL", "test", "low", 4, Quantity("test", "nll")),
+        Column("ECE %", "test", "low", 2, Quantity("test", "ece"), 100),
+        Column("acc. %", "test", "high", 2, Quantity("test", "accuracy"), 100),
         Column("log-lik.", "shifted", "high", 3, numbers.shifted("log_likelihood")),
         Column("ECE %", "shifted", "low", 2, numbers.shifted("ece"), 100),
         Column("MMC %", "shifted", None, 1, numbers.shifted("confidence"), 100),
         Column("acc. %", "shifted", "high", 2, numbers.shifted("accuracy"), 100),
-        Column("MMC %", "outliers", "low", 1, On(outliers, "confidence"), 100),
-        Column("AUROC", "outliers", "high", 2, On(outliers, "auroc", BY_CONFIDENCE), 100),
+        Column("MMC %", "outliers", "low", 1, Quantity(outliers, "confidence"), 100),
+        Column("AUROC", "outliers", "high", 2, Quantity(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
     along = (
         f" Columns for shifted data show means over all levels of {suite.shift_title}."
@@ -388,7 +393,7 @@ def _settings(suite: SuiteResults) -> Table:
     columns = [Column(headings[index]) for index in kept]
     values = {method: [row[index] for index in kept] for method, row in rows.items()}
     caption = "Ranges extend from the smallest to the largest value over components and runs."
-    return make_table(f"{suite.title}: settings and tuned values", caption, columns, values)
+    return marked_table(f"{suite.title}: settings and tuned values", caption, columns, values)
 
 
 def _plain(value: Any) -> str:
@@ -430,7 +435,7 @@ def _cost(suite: SuiteResults) -> Table | None:
         f"ratio to MAP, or to LLLA for fitting, because MAP requires no fitting. The 'paper' columns give the same ratios from the "
         f"paper's table ({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
-    return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
+    return marked_table(f"{suite.title}: cost", caption, columns, values) if here else None
 
 
 def _ratio(mine: float | None, base: float | None) -> float | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from molaplace.evaluation.leads import SAME
-from molaplace.report.estimate import is_clear
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
+from molaplace.evaluation import SAME
+from molaplace.report.numbers import Quantity
 from molaplace.report.words import Finding
 from molaplace_lab.report.reading import SuiteResults
+from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers, is_clear, shared_outliers
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 """Pairs of a method and the ensemble with which it is compared."""
@@ -22,15 +22,15 @@ def suite_findings(suite: SuiteResults) -> list[Finding]:
 
 
 def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
-    outliers = tuple(one.name for one in shared_outliers(suite, suite.runs))
+    outliers = tuple(one.name for one in shared_outliers(suite.sets, suite.runs))
     # Each entry consists of a name, a quantity, a sign (1 if higher is better), the number of decimals and a unit factor.
     quantities = (
-        ("log loss on test data", On("test", "nll"), -1, 4, 1),
-        ("calibration error on test data (%)", On("test", "ece"), -1, 2, 100),
+        ("log loss on test data", Quantity("test", "nll"), -1, 4, 1),
+        ("calibration error on test data (%)", Quantity("test", "ece"), -1, 2, 100),
         ("log loss on shifted data", numbers.shifted("nll"), -1, 3, 1),
         ("calibration error on shifted data (%)", numbers.shifted("ece"), -1, 1, 100),
-        ("mean confidence in outliers (%)", On(outliers, "confidence"), -1, 1, 100),
-        ("AUROC of confidence (%)", On(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
+        ("mean confidence in outliers (%)", Quantity(outliers, "confidence"), -1, 1, 100),
+        ("AUROC of confidence (%)", Quantity(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
     )
     better: list[str] = []
     worse: list[str] = []
@@ -40,11 +40,11 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
         if (mine := found[own]) is None or (theirs := found[base]) is None:
             continue
         gap = mine.minus(theirs)
-        if abs(gap.mean) < SAME:
+        if abs(gap.value) < SAME:
             same.append(name)
         elif is_clear(gap):
-            words = f"{name} {mine.mean:.{digits}f} against {theirs.mean:.{digits}f}"
-            (better if sign * gap.mean > 0 else worse).append(words)
+            words = f"{name} {mine.value:.{digits}f} against {theirs.value:.{digits}f}"
+            (better if sign * gap.value > 0 else worse).append(words)
     parts = [f"{own} equals {base} in {', '.join(same)}."] if same else []
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import molaplace as mola
-from molaplace.report.numbers import LEADS
 from molaplace.report.tables import as_latex, as_markdown
 from molaplace.report.writing import Progress, draw_figures, no_progress, write_texts, writing_to
 from molaplace_lab.report import words
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import SuiteResults
+from molaplace_lab.report.runs import LEADS
 from molaplace_lab.report.tables import suite_tables
 
 

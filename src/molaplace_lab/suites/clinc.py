@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 
 from molaplace.errors import OptionError
-from molaplace.evaluation.record import Role
+from molaplace.evaluation import Role
 from molaplace.images import even_indices
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from molaplace_lab.measures import rejection

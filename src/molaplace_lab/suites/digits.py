@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from molaplace.evaluation.record import Role
+from molaplace.demo import load_digits, natural_patches, uniform_noise
+from molaplace.evaluation import Role
 from molaplace.images import Images
-from molaplace_lab.data.embedded import SIDE, load_digits, natural_patches, uniform_noise
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget
 from molaplace_lab.suites.image_sources import image_source, rotations, training
 from molaplace_lab.training import Recipe, digits_mlp
@@ -35,7 +35,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     test = whole_test.evenly(options.test)
     parts: dict[Role, Images] = {"train": train.evenly(options.train), "validation": validation, "test": test}
     count = options.outliers or OUTLIERS
-    outliers = {"natural patches": natural_patches(count, SIDE), "noise": uniform_noise(count, SIDE)}
+    outliers = {"natural patches": natural_patches(count), "noise": uniform_noise(count)}
     return {
         **{role: image_source(options, "none", role, f"digits {role}", role, one) for role, one in parts.items()},
         **rotations(options, "digits", test, "bilinear"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, warn
-from molaplace.evaluation.record import Role
+from molaplace.evaluation import Role
 from molaplace.images import Images, normalisation
 from molaplace_lab.data.catalogue import DATASETS, has_images, load_images
 from molaplace_lab.data.images import split_validation

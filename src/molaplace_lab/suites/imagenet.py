@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, warn
-from molaplace.evaluation.record import Role
+from molaplace.evaluation import Role
 from molaplace.images import ImageFolder, Images, Preparation, even_indices, normalisation
 from molaplace.options import one_of
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt

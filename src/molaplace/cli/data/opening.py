@@ -27,12 +27,12 @@ from molaplace.cli.data.dataset import Rows, Set, finite_rows
 from molaplace.cli.data.image_files import open_image_csv, open_image_folder, pictures
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import Job
+from molaplace.demo.data import load_digits
 from molaplace.errors import DataError, MolaError, OptionError, importing
 from molaplace.images import ENDINGS
 from molaplace.imported import import_function, split_name
 from molaplace.network import as_batch
 from molaplace.options import counted, did_you_mean, one_of
-from molaplace_lab.data.embedded import load_digits
 
 DIGITS = "digits"
 SPLITS = ("train", "val", "test")

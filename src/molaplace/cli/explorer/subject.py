@@ -21,13 +21,11 @@ from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Progress
 from molaplace.cli.prediction_table import output_names
+from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
+from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
 from molaplace.errors import MolaError, OptionError
-from molaplace.evaluation.demo_result import DEFAULT, DemoSettings
 from molaplace.options import counted
 from molaplace.posterior import MoLA
-from molaplace_lab.data.embedded import CLASSES, SIDE, load_digits
-from molaplace_lab.demo import demo_methods, one_thread
-from molaplace_lab.training import Recipe, digits_mlp, train_ensemble
 
 EXAMPLES = 10
 Example = tuple[str, Image.Image]
@@ -84,13 +82,13 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
     progress("reading the digits", 0.0)
     digits = load_digits(settings.seed)
 
-    def on_epoch(member: int, epoch: int) -> None:
-        done = (member + epoch / settings.epochs) / settings.members
-        progress(f"training network {member + 1} of {settings.members}", 0.95 * done)
+    def on_epoch(epoch: int) -> None:
+        progress(f"training {settings.members} networks", 0.95 * epoch / settings.epochs)
 
-    recipe, members, seed = Recipe(epochs=settings.epochs), settings.members, settings.seed
     with one_thread():
-        networks = train_ensemble(digits_mlp, digits.train, recipe, members=members, seed=seed, on_epoch=on_epoch)
+        networks = train_digits(
+            digits.train, members=settings.members, seed=settings.seed, epochs=settings.epochs, on_epoch=on_epoch
+        )
         progress("fitting and tuning", 0.95)
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
         scores = posterior.predict(digits.val.inputs).ood_score.double()
@@ -98,7 +96,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
     first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
     examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
     return Subject(
-        title=f"handwritten digits, {SIDE} x {SIDE} pixels: {members} small, newly trained networks",
+        title=f"handwritten digits, {SIDE} x {SIDE} pixels: {settings.members} small, newly trained networks",
         posterior=posterior,
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,

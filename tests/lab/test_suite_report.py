@@ -14,10 +14,6 @@ import pytest
 from rich.console import Console
 
 from molaplace.errors import OptionError
-from molaplace.evaluation.leads import Lead
-from molaplace.evaluation.record import Comparison, SetInfo
-from molaplace.report.page import evaluation_page
-from molaplace.report.single_run_tables import evaluation_tables
 from molaplace.report.tables import (
     MISSING,
     Column,
@@ -278,66 +274,3 @@ def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
         assert words in shown
     with pytest.raises(OptionError, match="another output folder"):
         write_report(read_suites(results), tmp_path / "index.html")
-
-
-# --- one run, with errors over its data -----------------------------------------------------------------------------
-
-
-def one_run() -> Comparison:
-    """Three methods on a test set and a set of outliers with hostile names; MoLA leads clearly by log loss and one score."""
-    test, outside = "<i>test</i>", "a/<q>&.npz"
-    records = []
-    for place, method in enumerate(("MAP", "DE", "MoLA")):
-        one = record("", method, "main", 0, 2 * place, [0.0])
-        errors = dict.fromkeys(("accuracy", "nll", "brier", "ece", "confidence"), 0.003)
-        classes = {
-            name: {"count": 20, "accuracy": 0.9 + place / 100, "confidence": 0.95} for name in ("cat", "<u>", "dog")
-        }
-        found = one.outliers["kmnist"]
-        outlier = replace(
-            found,
-            scores={score: found.scores[score] for score in ("max probability", "entropy")},
-            confidence_error=0.01,
-            errors={score: {"auroc": 0.004, "fpr95": None} for score in ("max probability", "entropy")},
-        )
-        labelled = replace(one.labelled["test"], errors=errors, classes=classes)
-        records.append(replace(one, labelled={test: labelled}, outliers={outside: outlier}))
-    by_method = Lead(("MoLA",), 0.04, (), ("DE",), 0.02, 0.003, (("MoLA",),))
-    by_score = Lead(("MoLA", "entropy"), 0.95, (), ("DE", "entropy"), 0.01, 0.002, (("MoLA", "entropy"),))
-    chance = replace(by_method, clear=())
-    return Comparison(
-        title="one",
-        sets={
-            test: SetInfo(test, test, "test", 8000),
-            outside: SetInfo(outside, "<q>&.npz", "outlier", 10000),
-        },
-        records=tuple(records),
-        leads={
-            test: {"nll": by_method, "accuracy": chance, "brier": chance, "ece": chance},
-            outside: {"confidence": chance, "auroc": by_score, "fpr95": chance, "max probability": chance},
-        },
-        differences={"MAP": {"nll": (0.04, 0.003)}, "DE": {"nll": (0.02, 0.003)}},
-        notes=("<script>alert(1)</script>",),
-        made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"molaplace": "1.0"}},
-    )
-
-
-def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
-    inside, apart, passing = evaluation_tables(one_run())
-    nll = [column.name for column in inside.columns].index("NLL")
-    assert texts(inside)["DE"][nll] == f"{0.08 + SPREAD[0]:.4f} ± 0.0030"
-    assert inside.best == [("MoLA", nll)]
-    assert [column.name for column in apart.columns] == ["MMC %", "max prob.", "entropy"]
-    assert apart.best == [("MoLA", 2)]
-    assert texts(apart)["MAP"][1] == f"{100 * (0.92 + SPREAD[0]):.1f} ± 0.4"
-    assert texts(passing)["MAP"][0] == f"{100 * (0.08 - SPREAD[0]):.1f}", "no error is known"
-
-
-def test_the_page_of_one_run_escapes_every_name():
-    run = one_run()
-    assert "in less than a second," in evaluation_page(replace(run, made={**run.made, "seconds": 0.4}), [])
-    text = evaluation_page(run, [])
-    assert "in 3 seconds," in text
-    assert {"script", "i", "q", "u"}.isdisjoint(Page(text).tags)
-    for words in ("&lt;i&gt;test", "Outliers: &lt;q&gt;&amp;.npz", "&lt;u&gt;</th>", "molaplace evaluate &lt;p&gt;"):
-        assert words in text

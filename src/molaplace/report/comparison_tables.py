@@ -1,22 +1,16 @@
-"""Tables for a single run (`molaplace evaluate` and the demo).
-
-Standard errors are computed over the inputs, and values that are clearly best are bold.
-"""
+"""Tables of a comparison: standard errors are computed over the inputs, and values that are clearly best are bold."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from molaplace.evaluation.answers import ALL_SCORES
-from molaplace.evaluation.leads import CLEAR
-from molaplace.evaluation.record import Comparison, SetInfo
-from molaplace.evaluation.regression import LEVELS
+from molaplace.evaluation import CLEAR, Comparison, Estimate, SetInfo
+from molaplace.evaluation.columns import LEVELS, OUTLIER_SCORES
 from molaplace.options import counted
-from molaplace.report.estimate import Estimate
-from molaplace.report.numbers import Numbers, On
-from molaplace.report.tables import Column, Number, Table, make_table, on_set, records_table
+from molaplace.report.numbers import Numbers, Quantity
+from molaplace.report.tables import Column, Number, Table, columns_on, make_table, quantity_table
 
 SCORE_NAMES = {
     "max probability": "max prob.",
@@ -37,11 +31,11 @@ BOLD = (
 )
 
 
-def set_words(one: SetInfo) -> str:
+def set_words(info: SetInfo) -> str:
     """Return the size and name of a set as text, such as "300 inputs from test.npz" or "900 labels of 300 inputs from test.npz"."""
-    if one.inputs is None:
-        return f"{counted(one.count, 'input')} from {one.name}"
-    return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} from {one.name}"
+    if info.inputs is None:
+        return f"{counted(info.count, 'input')} from {info.name}"
+    return f"{counted(info.count, info.parts)} of {counted(info.inputs, 'input')} from {info.name}"
 
 
 # --- classification --------------------------------------------------------------------------------------------------
@@ -60,8 +54,8 @@ TEST_DATA = {
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
     """Return the tables for the test data, the decisions and each outlier set."""
-    inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
-    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
+    inside = _regression_tables(comparison) if comparison.regression else [test_table(comparison)]
+    outside = [table for info in comparison.of_role("outlier") for table in outlier_tables(comparison, info)]
     return [*inside, *_decision_tables(comparison), *outside]
 
 
@@ -70,58 +64,75 @@ def detail_table(comparison: Comparison, most: int | None = None) -> Table | Non
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
-def _test_table(comparison: Comparison) -> Table:
+def comparison_table(
+    comparison: Comparison, title: str, caption: str, columns: Sequence[Column], *, marked: bool = True
+) -> Table:
+    """Return a table with a row for each method; `marked` makes the clear leads bold."""
+
+    def clear_leads(column: Column, values: Mapping[str, Number]) -> Collection[str]:
+        # If the metric depends on an outlier score, only leads with that score count.
+        lead = comparison.leads.get(str(column.quantity.sets), {}).get(column.quantity.metric)
+        entries = lead.clear if lead is not None and marked else ()
+        leading = {name for name, *score in entries if score in ([], [column.quantity.score])}
+        return [name for name in values if name in leading]
+
+    return quantity_table(title, caption, Numbers(comparison.methods), columns, best=clear_leads)
+
+
+def test_table(comparison: Comparison) -> Table:
+    """Return the classification metrics on the test data."""
     test = comparison.test
     caption = f"{set_words(test)}, with standard errors computed over the inputs. {BOLD.format('')}."
-    columns = on_set(test.name, TEST_DATA)
-    return records_table("On the test data", caption, Numbers(comparison.runs), columns, leads=comparison.leads)
+    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, TEST_DATA))
 
 
-def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
-    # AUROC and FPR95 have separate tables because a combined table would be too wide.
-    numbers, leads = Numbers(comparison.runs), comparison.leads
-    first = Column("MMC %", "", "low", 1, On(one.name, "confidence"), 100)
+def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]:
+    """Return the AUROC and the FPR95 of every score on a set of outliers; a combined table would be too wide."""
+    first = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
     if comparison.regression:
-        first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
-    caption = f"{set_words(one)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
+        first = Column("mean std.", digits=digits_of(comparison, "std"), quantity=Quantity(info.name, "std"))
+    caption = f"{set_words(info)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
     below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
-    areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
-    rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
+    areas = _by_score(comparison, Column("", "AUROC %", "high", 1, Quantity(info.name, "auroc"), 100))
+    rates = _by_score(comparison, Column("", "FPR95 %", "low", 1, Quantity(info.name, "fpr95"), 100))
     return (
-        records_table(f"Outliers: {one.title}", caption, numbers, [first, *areas], leads=leads),
-        records_table(f"Missed outliers: {one.title}", below, numbers, rates, leads=leads),
+        comparison_table(comparison, f"Outliers: {info.title}", caption, [first, *areas]),
+        comparison_table(comparison, f"Missed outliers: {info.title}", below, rates),
     )
 
 
-def _by_score(numbers: Numbers, like: Column) -> list[Column]:
-    columns = [replace(like, name=SCORE_NAMES[score], on=replace(like.on, score=score)) for score in ALL_SCORES]
-    known = [one for column in columns for one in numbers(column.on, 100).values() if one is not None]
-    # A second decimal place is meaningful if all errors are below 0.1 percentage points.
-    digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
+def _by_score(comparison: Comparison, like: Column) -> list[Column]:
+    columns = [
+        replace(like, name=SCORE_NAMES[score], quantity=replace(like.quantity, score=score)) for score in OUTLIER_SCORES
+    ]
+    numbers = Numbers(comparison.methods)
+    estimates = [value for column in columns for value in numbers(column.quantity, 100).values() if value is not None]
+    # A second decimal place is meaningful if all errors are known and below 0.1 percentage points.
+    digits = 2 if all(estimate.error < 0.1 for estimate in estimates) else 1
     return [replace(column, digits=digits) for column in columns]
 
 
 def _decision_tables(comparison: Comparison) -> list[Table]:
     # The rows compare the guarantees obtained from the validation data with the rates observed on the test data.
-    found = comparison.decisions
-    if found is None:
+    decisions = comparison.decisions
+    if decisions is None:
         return []
-    values: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
+    values: dict[str, list[Number]] = {"false alarms": [100 * decisions.false_alarm_rate, 100 * decisions.alarms, None]}
     caption = "Thresholds come from the validation data, so rates on the test data may exceed their bounds by chance."
     if comparison.regression:
-        for interval in found.intervals:
-            realised = Estimate(interval.realised, interval.realised_error, 1).scaled(100)
+        for interval in decisions.intervals:
+            realised = estimate(interval.realised, interval.realised_error).scaled(100)
             values[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
         digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
         columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
         return [make_table("Decisions", caption, columns, values)]
-    for one in found.answers:
-        rates = [None if rate is None else 100 * rate for rate in (one.realised, one.answered)]
-        values[f"wrong answers, at most {100 * one.promised:.0f} %"] = [100 * one.promised, *rates]
-        if one.threshold is None:
-            caption = f"{one.why[:1].upper()}{one.why[1:]}"
+    for answers in decisions.answers:
+        rates = [None if rate is None else 100 * rate for rate in (answers.realised, answers.answered)]
+        values[f"wrong answers, at most {100 * answers.promised:.0f} %"] = [100 * answers.promised, *rates]
+        if answers.threshold is None:
+            caption = f"{answers.why[:1].upper()}{answers.why[1:]}"
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
-    if (sets := found.sets) is None:
+    if (sets := decisions.sets) is None:
         return [make_table("Decisions", caption, columns, values)]
     missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
     values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
@@ -153,27 +164,32 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
     methods = [comparison.baseline, comparison.own]
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
-    results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
-    order = sorted(results[1], key=lambda name: (results[1][name]["accuracy"], -results[1][name]["count"]))
-    shown = [key for key in CLASS_COLUMNS if any(key in one for one in results[0].values())]
+    baseline, own = (comparison.on_test[method].classes for method in methods)
+    order = sorted(own, key=lambda name: (own[name]["accuracy"], -own[name]["count"]))
+    metrics = [metric for metric in CLASS_COLUMNS if any(metric in values for values in baseline.values())]
     columns = [Column(f"{unit}s", digits=0)]
-    columns += [Column(method, CLASS_COLUMNS[key]) for key in shown for method in methods]
+    columns += [Column(method, CLASS_COLUMNS[metric]) for metric in metrics for method in methods]
     values: dict[str, list[Number]] = {}
     for name in order[:most]:
-        found = [result[name].get(key) for key in shown for result in results]
-        values[name] = [float(results[0][name]["count"]), *(None if one is None else 100 * one for one in found)]
-    one, many = ("label", "labels") if "auroc" in shown else ("class", "classes")
-    title = f"{one.capitalize()} by {one}"
+        numbers = [by_class[name].get(metric) for metric in metrics for by_class in (baseline, own)]
+        percentages = [None if number is None else 100 * number for number in numbers]
+        values[name] = [float(baseline[name]["count"]), *percentages]
+    singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
+    title = f"{singular.capitalize()} by {singular}"
     if len(values) < len(order):
-        title = f"The worst {len(values)} of {len(order)} {many}"
-    return make_table(
-        title, f"The {many} for which {comparison.own} has the lowest accuracy come first.", columns, values
-    )
+        title = f"The worst {len(values)} of {len(order)} {plural}"
+    caption = f"The {plural} for which {comparison.own} has the lowest accuracy come first."
+    return make_table(title, caption, columns, values)
 
 
 # --- regression ------------------------------------------------------------------------------------------------------
 
 MOST_DIGITS = 8
+
+
+def estimate(value: float, error: float | None) -> Estimate:
+    """Return an estimate, given a standard error that is None if it is unknown."""
+    return Estimate(value, math.nan if error is None else error)
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
@@ -184,15 +200,15 @@ def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
     if largest == 0:
         return 1
     most = 4 - math.floor(math.log10(largest))
-    known = [one for one in errors if one is not None and one > 1e-6 * largest]
+    known = [error for error in errors if error is not None and error > 1e-6 * largest]
     wanted = 1 - math.floor(math.log10(min(known))) if known else most
     return min(MOST_DIGITS, max(0, min(wanted, most)))
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
     """Return the number of decimals for a metric on the test data, chosen from its values and standard errors."""
-    found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
-    return _digits((one.metrics[metric], one.errors.get(metric)) for one in found)
+    results = comparison.on_test.values()
+    return _digits((result.metrics[metric], result.errors.get(metric)) for result in results)
 
 
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
@@ -200,26 +216,31 @@ REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
-    test, numbers, own = comparison.test.name, Numbers(comparison.runs), comparison.own
+    test = comparison.test.name
+    own = comparison.own
     columns = {
         name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
     }
     columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     levels = [f"{100 * level:g}" for level in LEVELS]
-    wide = max(digits_of(comparison, f"width_{name}") for name in levels)
-    intervals = [Column(f"{one} %", "covered, in %", None, 1, On(test, f"coverage_{one}"), 100) for one in levels]
-    intervals += [Column(f"{one} %", "mean width", None, wide, On(test, f"width_{one}")) for one in levels]
+    digits = max(digits_of(comparison, f"width_{level}") for level in levels)
+    coverages = [
+        Column(f"{level} %", "covered, in %", None, 1, Quantity(test, f"coverage_{level}"), 100) for level in levels
+    ]
+    widths = [Column(f"{level} %", "mean width", None, digits, Quantity(test, f"width_{level}")) for level in levels]
     below = "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
     tables = [
-        records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
-        records_table("Intervals", below, numbers, intervals, leads={}),
+        comparison_table(comparison, "On the test data", caption, columns_on(test, columns)),
+        comparison_table(comparison, "Intervals", below, [*coverages, *widths], marked=False),
     ]
-    if found := comparison.differences:
+    if gaps := comparison.differences:
         caption = f"Paired differences between each method and {own}. {own} is better if the difference is positive."
-        heads = [Column(title, digits=_digits(one[key] for one in found.values())) for key, title in REGRESSION.items()]
-        values = {method: [Estimate(*one[key], 1) for key in REGRESSION] for method, one in found.items()}
-        tables.append(make_table(f"Compared with {own}", caption, heads, values, best=()))
+        heads = [
+            Column(title, digits=_digits(gap[metric] for gap in gaps.values())) for metric, title in REGRESSION.items()
+        ]
+        values = {method: [estimate(*gap[metric]) for metric in REGRESSION] for method, gap in gaps.items()}
+        tables.append(make_table(f"Compared with {own}", caption, heads, values))
     return tables
 
 
@@ -228,45 +249,23 @@ OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 def _output_table(comparison: Comparison) -> Table | None:
     # Return the results of the plain networks and of the posterior for each output, or None if there is only one output.
-    methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
-    details = [comparison.methods[name].labelled[test].regression for name in methods]
-    found = [one.outputs for one in details if one is not None]
-    if len(found[0]) < 2:
+    methods = list(dict.fromkeys((comparison.baseline, comparison.own)))
+    details = [comparison.on_test[method].regression for method in methods]
+    results = [detail.outputs for detail in details if detail is not None]
+    if len(results[0]) < 2:
         return None
-    values: dict[str, list[Number]] = {output: [] for output in found[0]}
+    values: dict[str, list[Number]] = {output: [] for output in results[0]}
     for output, row in values.items():  # each output is formatted separately, because units may differ
         for metric in OUTPUT_COLUMNS:
-            pairs = [(one[output].metrics[metric], one[output].errors[metric]) for one in found]
+            pairs = [(result[output].metrics[metric], result[output].errors[metric]) for result in results]
             factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
-            row += [Estimate(*pair, 1).scaled(factor).text(digits) for pair in pairs]
+            row += [estimate(*pair).scaled(factor).text(digits) for pair in pairs]
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
-    many = len(comparison.classes)
-    title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
+    count = len(comparison.classes)
+    title = "Output by output" if count == len(values) else f"The first {len(values)} of {count} outputs"
     return make_table(
         title,
         "RMSE and CRPS are in the unit of each output; all metrics are shown with standard errors.",
         columns,
         values,
     )
-
-
-# --- the demo --------------------------------------------------------------------------------------------------------
-
-ROTATED = {
-    "accuracy": Column("acc. %", factor=100),
-    "nll": Column("NLL", better="low", digits=2),
-    "ece": Column("ECE %", better="low", factor=100),
-}
-TABLE_ANGLES = (15, 30, 45)
-
-
-def demo_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables for the test digits, the rotated digits and each outlier set, with all scores."""
-    turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
-    columns = [column for one in turned for column in on_set(one.name, ROTATED, f"{one.level:g}°")]
-    caption = "Test digits rotated counter-clockwise by the given angle."
-    return [
-        _test_table(comparison),
-        records_table("Under rotation", caption, Numbers(comparison.runs), columns, leads=comparison.leads),
-        *(_outlier_tables(comparison, one)[0] for one in comparison.of_role("outlier")),
-    ]

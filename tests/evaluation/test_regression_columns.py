@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from molaplace.evaluation.answers import Answer
-from molaplace.evaluation.regression import LEVELS, NOMINAL, RegressionAnswer
-from molaplace.evaluation.results import differences, labelled_result, measured, outlier_leads, outlier_result
-from molaplace.evaluation.tally import Tally
+from molaplace.evaluation import PredictionColumns, labelled_result, measured, outlier_leads, outlier_result
+from molaplace.evaluation.columns import LEVELS, NOMINAL_LEVELS, DenseRows
+from molaplace.evaluation.results import differences
 from molaplace.likelihoods import BERNOULLI
 from molaplace.prediction import RegressionPrediction
 
@@ -27,7 +26,9 @@ def said(count, outputs=2, components=3, seed=0, wide=1.0):
 
 
 def tally_of(prediction, targets=None):
-    return Tally.of([RegressionAnswer(prediction, prediction.ood_score).columns(targets)])
+    columns = PredictionColumns()
+    columns.add(prediction, targets, detail=True)
+    return columns
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -47,7 +48,7 @@ def test_rows_of_numbers_are_what_the_prediction_says(outputs):
     for level, held, _ in result.regression.coverage:
         lower, upper = prediction.interval(level)
         assert held == pytest.approx(float(((targets >= lower) & (targets <= upper)).double().mean()))
-    assert [row[0] for row in result.regression.coverage] == list(NOMINAL)
+    assert [row[0] for row in result.regression.coverage] == list(NOMINAL_LEVELS)
     for place in range(outputs):
         own = result.regression.outputs[str(place)]
         assert own.metrics["rmse"] == pytest.approx(float((prediction.mean - targets)[:, place].square().mean().sqrt()))
@@ -64,15 +65,18 @@ def test_rows_of_numbers_are_what_the_prediction_says(outputs):
 def test_rows_belong_to_inputs():
     """Positions are counted over batches, and the known labels of an input are its rows."""
     prediction, targets = said(12)
-    inputs = torch.tensor([0, 0, 1, 1, 1, 2])
-    parts = (slice(0, 6), slice(6, 12))
-    whole = Tally.of(RegressionAnswer(prediction[part], inputs=inputs).columns(targets[part]) for part in parts)
-    assert whole.groups.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
+    rows = DenseRows(torch.tensor([0, 0, 1, 1, 1, 2]), 4)
+    dense = PredictionColumns()
+    for part in (slice(0, 6), slice(6, 12)):
+        dense.add(prediction[part], targets[part], rows=rows)
+    assert dense.data.groups.tolist() == dense.scores.groups.tolist() == [0, 0, 1, 1, 1, 2, 4, 4, 5, 5, 5, 6]
     labels = (torch.rand(5, 3) > 0.5).double()
     labels[1, 2] = math.nan
-    several = Tally.of([Answer(torch.rand(5, 3), likelihood=BERNOULLI).columns(labels)])
-    assert torch.bincount(several.groups).tolist() == [3, 2, 3, 3, 3]
-    assert (whole.inputs, several.inputs) == (6, 5)
+    several = PredictionColumns()
+    several.add_probabilities(torch.rand(5, 3), labels, likelihood=BERNOULLI)
+    assert torch.bincount(several.data.groups).tolist() == [3, 2, 3, 3, 3]
+    assert len(several.scores) == 5
+    assert (dense.count, several.count) == (8, 5)
 
 
 def test_differences_are_taken_datum_by_datum():

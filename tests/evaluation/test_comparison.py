@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from molaplace import metrics
-from molaplace.evaluation.answers import SCORES, Answer, outlier_scores
-from molaplace.evaluation.leads import lead
-from molaplace.evaluation.measurement import area_between, mean_of
-from molaplace.evaluation.results import labelled_result, outlier_result
-from molaplace.evaluation.tally import Tally
-from molaplace.report.estimate import Estimate, is_clear, leaders
+from molaplace.evaluation import (
+    CLASSIFICATION_SCORES,
+    PredictionColumns,
+    labelled_result,
+    lead,
+    outlier_result,
+    outlier_scores,
+)
+from molaplace.evaluation.estimates import area_between, mean_of
 from tests.closeness import assert_close
 
 
@@ -53,67 +56,6 @@ def test_a_method_does_not_compete_with_itself_nor_with_its_copy():
     assert (alone.rival, alone.clear) == (None, ())
 
 
-@pytest.mark.parametrize(
-    ("runs", "marked"),
-    [
-        ({"a": [3.0, 5.0, 9.0], "b": [2.0, 4.1, 7.9]}, ["a"]),
-        ({"a": [3.0, 5.0, 9.0], "b": [2.0, 6.0, 7.0]}, []),
-        ({"a": [3.0, 5.0, 9.0], "b": [3.0, 5.0, 9.0], "c": [1.0, 3.0, 7.0]}, ["a", "b"]),
-        ({"a": [3.0, 5.0, 9.0], "b": [3.0, 5.0, 9.0]}, []),
-        ({"a": [3.0], "b": [1.0]}, []),
-        ({"a": [3.0, 3.1, 3.2], "b": [2.0]}, ["a"]),
-        ({"a": [3.0, 5.0, 9.0], "b": [4.0]}, []),
-        ({"a": [9.0], "b": [3.0, 3.1, 3.2]}, ["a"]),
-        ({"a": [3.0, 5.0]}, []),
-    ],
-)
-def test_over_runs_what_decides_is_the_difference_run_by_run(runs, marked):
-    found = {name: Estimate.over(dict(enumerate(values))) for name, values in runs.items()}
-    assert leaders(found, "high") == marked
-    turned = {name: one.scaled(-2) for name, one in found.items()}
-    assert leaders(turned, "low") == marked
-    assert leaders({**found, "unknown": None}, "high") == marked
-
-
-@pytest.mark.parametrize(("freedom", "times"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227)])
-def test_few_runs_are_judged_by_students_t(freedom, times):
-    """Quantiles of 95 % from the tables; two standard errors of many data are 95.45 %."""
-    assert not is_clear(Estimate(times, 1.0, freedom + 1))
-    assert is_clear(Estimate(-1.11 * times, 1.0, freedom + 1))
-
-
-def test_differences_of_estimates_are_those_of_the_runs_that_both_have():
-    one, other = Estimate.over({0: 1.0, 1: 2.0, 3: 5.0}), Estimate.over({1: 1.5, 2: 9.0, 3: 3.5})
-    gap = one.minus(other)
-    assert gap.mean == pytest.approx(1.0)
-    assert gap.error == pytest.approx(0.5)
-    assert gap.runs == 2
-
-
-def test_rotations_that_share_images_do_not_pass_for_independent_runs():
-    """Five rotations, each on two of five parts: runs taken for independent would understate the variance of their mean by 8/3."""
-    generator = torch.Generator().manual_seed(0)
-    parts = torch.randn(4000, 5, generator=generator, dtype=torch.float64)
-    rotations = torch.stack([(parts[:, (3 + turn) % 5] + parts[:, (4 + turn) % 5]) / 2 for turn in range(5)], dim=1)
-    true = float(rotations.mean(1).var())
-    naive, corrected = (
-        sum(Estimate.over(dict(enumerate(row)), overlap).error ** 2 for row in rotations.tolist()) / len(rotations)
-        for overlap in (0.0, 2 / 3)
-    )
-    assert naive == pytest.approx(true * 3 / 8, rel=0.1)
-    assert true < corrected < 2 * true
-    # What leads clearly in independent runs need not do so here; the correction stays through differences and units.
-    values = {"a": [3.0, 3.2, 3.1, 3.4, 3.3], "b": [2.5, 3.1, 2.9, 3.2, 2.6]}
-    alone, sharing = (
-        {name: Estimate.over(dict(enumerate(found)), overlap).scaled(100) for name, found in values.items()}
-        for overlap in (0.0, 2 / 3)
-    )
-    assert leaders(alone, "high") == ["a"]
-    assert leaders(sharing, "high") == []
-    gap = sharing["a"].minus(sharing["b"])
-    assert gap.error == pytest.approx(alone["a"].minus(alone["b"]).error * (1 + 5 * 2 / 3) ** 0.5)
-
-
 def test_every_pair_of_methods_is_compared():
     """A lead over the second is not enough if the third is less certain."""
     steady = torch.zeros(100, dtype=torch.float64)
@@ -138,10 +80,10 @@ def test_scores_are_those_of_a_direct_computation():
         "maximum logit": -(shares * lifted.amax(-1)).sum(0),
         "ood score": own.double(),
     }
-    assert tuple(found) == tuple(expected) == SCORES
+    assert tuple(found) == tuple(expected) == CLASSIFICATION_SCORES
     for name, one in expected.items():
         assert_close(found[name], one, "float64", name=name)
-    assert tuple(outlier_scores(probs)) == SCORES[:2]
+    assert tuple(outlier_scores(probs)) == CLASSIFICATION_SCORES[:2]
 
 
 def test_results_are_the_metrics_of_all_data_at_once():
@@ -149,11 +91,11 @@ def test_results_are_the_metrics_of_all_data_at_once():
     probs, *more, labels = ensemble(300)
     far, *others, _ = ensemble(170, seed=5)
     scores, beyond = outlier_scores(probs, *more), outlier_scores(far, *others)
-    inside, outside = Tally(), Tally()
+    inside = PredictionColumns()
     for rows in torch.split(torch.arange(300), 64):
-        answer = Answer(probs[rows], {name: one[rows] for name, one in scores.items()})
-        inside.add(answer.columns(labels[rows]))
-    outside.add(Answer(far, beyond).columns())
+        inside.add_probabilities(probs[rows], labels[rows], {name: score[rows] for name, score in scores.items()})
+    outside = PredictionColumns()
+    outside.add_probabilities(far, None, beyond)
     found = labelled_result(inside, 30.0, classes=list("abcdef"))
     confidence, predicted = probs.double().max(1)
     legacy = metrics.bin_sums_legacy(confidence, predicted == labels, 100)

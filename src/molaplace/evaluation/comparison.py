@@ -1,24 +1,15 @@
-"""Records: the settings, checksums and results of one method in one run. Reports are written from records alone.
-
-Suites store records as JSON (`mola-bench`, version 1). Per-class results, and standard errors over the data points of a set, exist
-only in single-run comparisons. Suites compute standard errors over runs instead.
-"""
+"""The results of methods on the same data sets, as plain values from which reports are made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molaplace.errors import StorageError
-from molaplace.evaluation.leads import Lead
-from molaplace.saving.schema import check
-
-FORMAT = "mola-bench"
-VERSION = 1
+from molaplace.evaluation.estimates import Lead
 
 CONFIDENCE_BINS = 50
 """Number of equal-width bins from 0 to 1 in the confidence histograms."""
@@ -75,7 +66,8 @@ class LabelledResult:
     """Level of shift, such as an angle in degrees or a severity; 0 for the test set."""
     count: int
     metrics: dict[str, float]
-    """Metrics by name; see `METRICS` in `mola.evaluation.results` and `regression_metrics` in `mola.evaluation.regression`."""
+    """Metrics by name; see `METRICS`. For regression: "rmse", "nll", "crps", "std", and the coverage and mean width of intervals, such
+    as "coverage_90" and "width_90"."""
     reliability: list[list[float]]
     """Number of predictions, sum of their confidences and number of correct predictions in each of 15 confidence bins; empty in
     ablations."""
@@ -123,102 +115,16 @@ class Examples:
     """Predicted classes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """Settings and results of one method in one run."""
+@dataclass(frozen=True)
+class MethodResult:
+    """Results of a method on every set of a comparison."""
 
-    suite: str
-    method: str
-    """Name shown in tables, unique within the suite."""
-    group: str = "main"
-    """Group of the method: "main", or the name of an ablation."""
-    run: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the method: structure, link, rule, weights and number of components."""
-    networks: list[str] = field(default_factory=list)
-    """Checksums of the networks used."""
-    data: dict[str, str] = field(default_factory=dict)
-    """Checksums of the data sets used, by name."""
     chosen: dict[str, Any]
-    """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (a description) and "notes".
-    The entry "ood_score" is the name of the posterior's outlier score."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time in seconds taken to "fit" (including tuning) and to "predict". In suites, both steps start from stored activations."""
+    """Tuned values, such as "prior_precision" (a list), "temperature" or "noise"."""
     labelled: dict[str, LabelledResult]
     """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Additional measures that the suite defines, keyed by name. Files omit this entry if it is empty."""
-    overlap: float = 0.0
-    """In a cross-fit, whose runs share data, the ratio of test examples to examples used for fitting and tuning; 0 if every run has
-    its own networks. Files omit this entry because it follows from the settings in the suite's document."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
-        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name in ("labelled", "outliers"):
-            document[name] = {
-                one: {key: value for key, value in result.items() if key in ENTRIES[name] and (key != "types" or value)}
-                for one, result in document[name].items()
-            }
-        del document["overlap"]
-        if not self.measures:
-            del document["measures"]
-        return document
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Record:
-        """Create a record from JSON values returned by `to_json`."""
-        check(document, SCHEMA, "")
-        for name, known in ENTRIES.items():
-            if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
-                raise StorageError(f"the record is damaged: {name!r} has unknown entries {unknown[:3]}.")
-        results = [*document["labelled"].values(), *document["outliers"].values()]
-        if any(len(one["histogram"]) not in (0, CONFIDENCE_BINS) for one in results):
-            raise StorageError(f"the record is damaged: expected histograms with {CONFIDENCE_BINS} bins.")
-        for name, one in document["labelled"].items():
-            check(one.get("types", {}), NUMBERS, f"labelled.{name}.types")
-            if any(len(row) != 3 for row in one["reliability"]):
-                raise StorageError("the record is damaged: expected three numbers for each reliability bin.")
-        check(document.get("measures", {}), NUMBERS, "measures")
-        made = {"labelled": LabelledResult, "outliers": OutlierResult, "examples": Examples}
-        plain = {one.name: document[one.name] for one in fields(cls) if one.name in SCHEMA}
-        plain |= {kind: {name: make(**one) for name, one in document[kind].items()} for kind, make in made.items()}
-        return cls(**plain, measures=document.get("measures", {}))
-
-
-NUMBERS: dict[Any, Any] = {str: {str: float}}
-
-SCHEMA: dict[str, Any] = {
-    "suite": str,
-    "method": str,
-    "group": str,
-    "run": int,
-    "settings": {},
-    "networks": [str],
-    "data": {str: str},
-    "chosen": {},
-    "seconds": {str: float},
-    "labelled": {
-        str: {
-            "level": float,
-            "count": int,
-            "metrics": {str: float},
-            "reliability": [[float]],
-            "histogram": [int],
-        }
-    },
-    "outliers": {str: {"count": int, "confidence": float, "scores": {str: {str: float}}, "histogram": [int]}},
-    "examples": {str: {"confidence": [float], "label": [int]}},
-    "environment": {},
-}
-
-
-ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
-ENTRIES["labelled"].add("types")
-"""Names of the entries that each type of result may have in a suite's record."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +201,8 @@ class Comparison:
     title: str
     sets: dict[str, SetInfo]
     """Data sets by name: first the test set, then the shifted sets in order of level, then the outlier sets."""
-    records: tuple[Record, ...]
-    """Records in the order of the methods; all records of a method are adjacent."""
+    methods: dict[str, MethodResult]
+    """Results by method; the last method is the posterior that the comparison is about."""
     classes: tuple[str, ...] = ()
     """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
@@ -320,19 +226,20 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
         document = asdict(self)
-        kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
+        entries = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
         methods = {
-            one["method"]: {entry: one[entry] for entry in ("chosen", "labelled", "outliers")}
-            for one in document["records"]
+            method: {entry: result[entry] for entry in ("chosen", "labelled", "outliers")}
+            for method, result in document["methods"].items()
         }
         plain: dict[str, Any] = _filled(
-            {"format": "mola-evaluation", "version": 1, "methods": methods} | {entry: document[entry] for entry in kept}
+            {"format": "mola-evaluation", "version": 1, "methods": methods}
+            | {entry: document[entry] for entry in entries}
         )
         return plain
 
     def of_role(self, role: Role) -> list[SetInfo]:
         """Return the sets that have the given role."""
-        return [one for one in self.sets.values() if one.role == role]
+        return [info for info in self.sets.values() if info.role == role]
 
     @property
     def test(self) -> SetInfo:
@@ -340,22 +247,14 @@ class Comparison:
         return self.of_role("test")[0]
 
     @property
-    def methods(self) -> dict[str, Record]:
-        """The first record of each method."""
-        found: dict[str, Record] = {}
-        for record in self.records:
-            found.setdefault(record.method, record)
-        return found
-
-    @property
-    def runs(self) -> dict[str, tuple[Record, ...]]:
-        """All records of each method, in the order of the runs."""
-        return {name: tuple(one for one in self.records if one.method == name) for name in self.methods}
+    def on_test(self) -> dict[str, LabelledResult]:
+        """Results of each method on the test set."""
+        return {method: result.labelled[self.test.name] for method, result in self.methods.items()}
 
     @property
     def own(self) -> str:
         """Name of the last method: MoLA, or LLLA if there is only one network."""
-        return self.records[-1].method
+        return list(self.methods)[-1]
 
     @property
     def baseline(self) -> str:
@@ -364,6 +263,9 @@ class Comparison:
 
 
 def _filled(value: Any) -> Any:
+    # Remove entries that are empty or unknown.
     if not isinstance(value, dict):
         return value
-    return {name: _filled(one) for name, one in value.items() if one is not None and one not in ({}, [], (), "")}
+    return {
+        name: _filled(entry) for name, entry in value.items() if entry is not None and entry not in ({}, [], (), "")
+    }

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from molaplace.cli import app
-from molaplace.evaluation.demo_result import DEFAULT, METHODS, PAPER, DemoSettings
-from molaplace.report.writing import write_demo
-from molaplace_lab.demo import NEAR, run_demo
+from molaplace.demo.report import write_demo
+from molaplace.demo.run import DEFAULT, METHODS, NEAR, PAPER, DemoSettings, run_demo
 from tests.pages import Page
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
@@ -26,11 +25,11 @@ def runs():
     """A demo that shows something, and a tiny demo twice."""
     # All here, because only here do they see the same default precision: other tests run in float64.
     with pytest.MonkeyPatch.context() as patch:  # fewer points: they take most of the time
-        patch.setattr("molaplace_lab.demo.SCALES", np.logspace(0, 6, 7))
-        patch.setattr("molaplace_lab.demo.PRECISIONS", np.logspace(-16, 4, 11))
+        patch.setattr("molaplace.demo.run.SCALES", np.logspace(0, 6, 7))
+        patch.setattr("molaplace.demo.run.PRECISIONS", np.logspace(-16, 4, 11))
         result = run_demo(SMALL)
-        patch.setattr("molaplace_lab.demo.SCALES", np.array([1.0, 1e3, 1e6]))
-        patch.setattr("molaplace_lab.demo.PRECISIONS", np.array([1e-8, 1.0]))
+        patch.setattr("molaplace.demo.run.SCALES", np.array([1.0, 1e3, 1e6]))
+        patch.setattr("molaplace.demo.run.PRECISIONS", np.array([1e-8, 1.0]))
         return result, run_demo(TINY), run_demo(TINY)
 
 
@@ -120,7 +119,7 @@ def test_on_two_moons_map_is_sure_nearly_everywhere_and_mola_is_not(result):
 
 def test_the_same_seed_gives_the_same_numbers(runs):
     _, tiny, again = runs
-    assert tiny.comparison.records == again.comparison.records
+    assert tiny.comparison.methods == again.comparison.methods
     for method in METHODS:
         np.testing.assert_array_equal(tiny.moons.maps[method], again.moons.maps[method])
     np.testing.assert_array_equal(tiny.distance.bound, again.distance.bound)

@@ -1,4 +1,4 @@
-r"""Metrics with standard errors, and differences in metrics between predictors on the same data.
+r"""Metrics with standard errors, differences in metrics between predictors on the same data, and clear leads.
 
 To first order, every metric is a sum of sample means. The samples are the test data and, for outlier scores, the outliers. Datum i
 contributes :math:`m_i` to the mean of its sample, and
@@ -14,7 +14,9 @@ chance alone raises every ECE above 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,29 @@ Groups = tuple[Tensor | None, Tensor | None]
 """Group indices of the inliers and the outliers."""
 
 
+class Estimate(NamedTuple):
+    """A metric and its standard error."""
+
+    value: float
+    error: float = math.nan
+    """Standard error, or NaN if it is unknown."""
+
+    def scaled(self, factor: float) -> Estimate:
+        """Return the estimate multiplied by a factor."""
+        return Estimate(factor * self.value, abs(factor) * self.error)
+
+    def text(self, digits: int) -> str:
+        """Format the estimate as `98.9 ± 0.1`, or as `98.9` if the error is unknown."""
+        value = f"{self.value:z.{digits}f}"
+        return value if math.isnan(self.error) else f"{value} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
+
+    def __str__(self) -> str:
+        if not 0 < self.error < math.inf:
+            return f"{self.value:.4g}"
+        digits = min(max(1 - math.floor(math.log10(self.error)), 0), 6)  # show two significant digits of the error
+        return self.text(digits)
+
+
 @dataclass(frozen=True, eq=False)
 class Measurement:
     """A metric's value, and the contribution of each datum to that value."""
@@ -42,21 +67,28 @@ class Measurement:
     """For each sample, the group indices of its data, of shape (n,), or None if the data are independent."""
 
     @property
-    def error(self) -> float | None:
-        """Standard error of the metric, or None if a sample has only one datum or one group."""
+    def error(self) -> float:
+        """Standard error of the metric, or NaN if a sample has only one datum or one group."""
         groups = self.groups or (None,) * len(self.contributions)
-        parts = [standard_error(own, group) for own, group in zip(self.contributions, groups, strict=True)]
-        return None if any(math.isnan(one) for one in parts) else math.hypot(*parts)
+        errors = [standard_error(*sample) for sample in zip(self.contributions, groups, strict=True)]
+        return math.hypot(*errors)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The value and its standard error."""
+        return Estimate(self.value, self.error)
 
     def minus(self, other: Measurement) -> Measurement:
         """Subtract another measurement of the same metric on the same data."""
-        pairs = zip(self.contributions, other.contributions, strict=True)
-        return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
+        samples = zip(self.contributions, other.contributions, strict=True)
+        contributions = tuple(minuend - subtrahend for minuend, subtrahend in samples)
+        return Measurement(self.value - other.value, contributions, self.groups)
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
     """Return the standard error of the mean of values (n,), which may be dependent within groups; return NaN for a single group."""
-    totals, count = values - values.mean(), len(values)
+    totals = values - values.mean()
+    count = len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
         count = int((torch.bincount(groups) > 0).sum())
@@ -89,7 +121,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     distribution function of u, and t has the same distribution as u. A datum affects the area through the thresholds, the errors and
     F, so its contribution is :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
     """
-    _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
+    _, inverse, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
@@ -99,8 +131,9 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
     # Average each curve over data with equal uncertainty.
     order = torch.arange(len(counts)).repeat_interleave(counts)
-    own, share, weighted = (curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts)[:, place]
-    return Measurement(float(risk.mean()), (own + (1 - correct) * share - weighted,), (groups,))
+    means = curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts
+    risk_at, share, weighted = means[:, inverse]
+    return Measurement(float(risk.mean()), (risk_at + (1 - correct) * share - weighted,), (groups,))
 
 
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
@@ -110,8 +143,9 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
     scores. A tie counts as one half. The variances of the two means are added (DeLong et al., 1988; for groups, Obuchowski, 1997).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
-    placed = metrics.share_below(outliers, inliers)
-    return Measurement(float(placed.mean()), (1 - metrics.share_below(inliers, outliers), placed), groups)
+    inliers_below = metrics.share_below(outliers, inliers)
+    outliers_above = 1 - metrics.share_below(inliers, outliers)
+    return Measurement(float(inliers_below.mean()), (outliers_above, inliers_below), groups)
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
@@ -136,15 +170,84 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
         labels: label index of each row, of shape (n,).
         groups: input index of each row, of shape (n,).
     """
-    areas, contributions = [], torch.zeros_like(yes)
+    areas: list[float] = []
+    contributions = torch.zeros_like(yes)
     for label in torch.unique(labels).tolist():
-        no_rows, yes_rows = ((labels == label) & (truth == answer) for answer in (0, 1))
-        if bool(no_rows.any()) and bool(yes_rows.any()):
-            area = area_between(yes[no_rows], yes[yes_rows])
+        negatives = (labels == label) & (truth == 0)
+        positives = (labels == label) & (truth == 1)
+        if bool(negatives.any()) and bool(positives.any()):
+            area = area_between(yes[negatives], yes[positives])
             areas.append(area.value)
-            for rows, placed in zip((no_rows, yes_rows), area.contributions, strict=True):
+            for rows, shares in zip((negatives, positives), area.contributions, strict=True):
                 # Scale the deviations from the area so that their mean over all rows equals their mean over the selected rows.
-                contributions[rows] = (placed - area.value) * len(yes) / len(placed)
+                contributions[rows] = (shares - area.value) * len(yes) / len(shares)
     if not areas:
         return None
     return Measurement(sum(areas) / len(areas), (contributions / len(areas),), (groups,))
+
+
+# --- leads -----------------------------------------------------------------------------------------------------------
+
+CLEAR = 2.0
+"""Number of standard errors by which a method must lead every other method to be marked as best (about 95 % confidence)."""
+
+SAME = 1e-6
+"""Tolerance for ties: two values count as equal if both their difference and its standard error are below this value. Exact equality
+would be too strict, because rounding may swap the ranks of two inputs whose scores are almost equal."""
+
+Name = tuple[str, ...]
+"""Name of an entry: `(method,)` or `(method, score)`."""
+
+Better = Literal["low", "high"]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The best method according to a metric, and the evidence that its lead is larger than chance would explain."""
+
+    best: Name
+    value: float
+    level: tuple[Name, ...]
+    """Entries of other methods that tie with the best entry, for example because their scores come from identical logits."""
+    rival: Name | None
+    """The second-best entry if the lead is clear; otherwise, the best entry that is not clearly behind."""
+    ahead: float | None
+    """Lead of the best entry over the rival."""
+    error: float | None
+    """Standard error of `ahead`, or None if it is unknown."""
+    clear: tuple[Name, ...]
+    """Entries that lead all entries of other methods by more than `CLEAR` standard errors of the difference."""
+
+
+def lead(measurements: Mapping[Name, Measurement], better: Better) -> Lead:
+    """Compare methods by a metric on the same data; entries of the same method are not compared with each other."""
+    sign = 1 if better == "high" else -1
+
+    def advantages(name: Name) -> dict[Name, Estimate]:
+        # Return the lead over each entry of the other methods, without ties.
+        others = {other: measurement for other, measurement in measurements.items() if other[0] != name[0]}
+        leads = {other: measurements[name].minus(measurement).estimate for other, measurement in others.items()}
+        return {
+            other: Estimate(sign * gap.value, gap.error)
+            for other, gap in leads.items()
+            if math.isnan(gap.error) or max(abs(gap.value), gap.error) >= SAME
+        }
+
+    best = max(measurements, key=lambda name: sign * measurements[name].value)
+    by_name = {name: advantages(name) for name in measurements}
+    clear = tuple(name for name, leads in by_name.items() if leads and min(map(_in_errors, leads.values())) > CLEAR)
+    # If the lead is clear, the rival is the second-best entry; otherwise, it is the best entry that is not clearly behind.
+    leads = by_name[best]
+    near = {name: gap for name, gap in leads.items() if best in clear or _in_errors(gap) <= CLEAR}
+    rival = min(near, key=lambda name: near[name].value, default=None)
+    ahead = None if rival is None else leads[rival].value
+    error = None if rival is None or math.isnan(leads[rival].error) else leads[rival].error
+    level = tuple(name for name in measurements if name[0] != best[0] and name not in leads)
+    return Lead(best, measurements[best].value, level, rival, ahead, error, clear)
+
+
+def _in_errors(gap: Estimate) -> float:
+    # Return a lead in standard errors, or 0 if the error is unknown.
+    if math.isnan(gap.error):
+        return 0.0
+    return math.copysign(math.inf, gap.value) if gap.error == 0 else gap.value / gap.error

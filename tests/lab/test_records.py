@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from molaplace.errors import StorageError
-from molaplace.evaluation.record import Record
 from molaplace_lab.__main__ import main
+from molaplace_lab.record import Record
 from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables

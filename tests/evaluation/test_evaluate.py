@@ -14,7 +14,7 @@ import molaplace as mola
 from molaplace import metrics
 from molaplace.errors import DataError, OptionError
 from molaplace.evaluation import Estimate
-from molaplace.evaluation.measurement import standard_error
+from molaplace.evaluation.estimates import standard_error
 from tests.closeness import assert_close
 
 

@@ -1,0 +1,32 @@
+"""The demo: small networks on scikit-learn's handwritten digits, compared far beyond the data. Needs no download.
+
+`molaplace demo` runs it and writes a page. The data serve examples and tests.
+"""
+
+from molaplace.demo.data import (
+    Digits,
+    LabelledData,
+    digits_network,
+    load_digits,
+    natural_patches,
+    rotate,
+    train_digits,
+    two_moons,
+    uniform_noise,
+)
+from molaplace.demo.run import DemoResult, DemoSettings, run_demo
+
+__all__ = [
+    "DemoResult",
+    "DemoSettings",
+    "Digits",
+    "LabelledData",
+    "digits_network",
+    "load_digits",
+    "natural_patches",
+    "rotate",
+    "run_demo",
+    "train_digits",
+    "two_moons",
+    "uniform_noise",
+]

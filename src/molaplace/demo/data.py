@@ -1,0 +1,176 @@
+"""Data sets that require no download, and networks for them: scikit-learn's digits, two moons, and inputs that are not digits.
+
+The digits are 1797 greyscale images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and
+value range, so neither property distinguishes them from digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from molaplace.errors import importing
+from molaplace.perceptrons import mlp, train_mlps
+
+SIDE = 8
+CLASSES = 10
+MOONS_CENTRE = (0.5, 0.25)
+
+LEAST_CONTRAST = 0.1
+"""Minimum difference in brightness between the lightest and the darkest pixel of a patch. The minimum excludes clear sky, which would
+show only camera noise after stretching."""
+
+LARGEST_ZOOM = 8
+"""Largest downsampling factor; patches are downsampled by averaging. Before downsampling, patches have sides of 8 to 64 pixels, so
+they show textures as well as whole petals and roofs."""
+
+HIDDEN = (256, 256)
+"""Widths of the hidden layers of the networks for the digits."""
+
+
+def _sklearn(feature: str) -> Any:
+    with importing(feature, "scikit-learn", "bench"):
+        from sklearn import datasets
+    return datasets
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """Inputs (n, ...) and class indices (n,)."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
+        """Return a loader for the data in their original order: a list of batches (inputs, labels)."""
+        return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The digits in three parts; inputs are float32 tensors (n, 1, 8, 8) with values between 0 and 1."""
+
+    train: LabelledData
+    val: LabelledData
+    test: LabelledData
+
+
+def load_digits(seed: int = 0) -> Digits:
+    """Split the digits at random into 1000 training, 297 validation and 500 test images."""
+    pixels, target = _sklearn("the handwritten digits").load_digits(return_X_y=True)
+    inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
+    labels = torch.from_numpy(target).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    return Digits(*(LabelledData(inputs[rows], labels[rows]) for rows in order.tensor_split([1000, 1297])))
+
+
+def digits_network(classes: int = CLASSES) -> nn.Sequential:
+    """Build the network for the digits: two hidden layers of width 256 without biases, so that the far-field theory is exact."""
+    return mlp(SIDE * SIDE, HIDDEN, classes, bias=False)
+
+
+def train_networks(
+    data: LabelledData,
+    outputs: int,
+    *,
+    hidden: Sequence[int],
+    members: int,
+    seed: int,
+    epochs: int,
+    batch_size: int = 64,
+    learning_rate: float = 3e-3,
+    bias: bool = False,
+    on_epoch: Callable[[int], None] = lambda epoch: None,
+) -> list[nn.Sequential]:
+    """Train an ensemble of perceptrons; `on_epoch` is called with the number of completed epochs."""
+    return train_mlps(
+        data.inputs.flatten(1),
+        data.labels,
+        outputs,
+        lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
+        hidden=hidden,
+        members=members,
+        seed=seed,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=1e-2,
+        bias=bias,
+        on_epoch=on_epoch,
+    )
+
+
+def train_digits(
+    data: LabelledData,
+    *,
+    members: int = 5,
+    seed: int = 0,
+    epochs: int = 60,
+    on_epoch: Callable[[int], None] = lambda epoch: None,
+) -> list[nn.Sequential]:
+    """Train networks like `digits_network`, which differ only in their seeds, with little regularisation."""
+    return train_networks(data, CLASSES, hidden=HIDDEN, members=members, seed=seed, epochs=epochs, on_epoch=on_epoch)
+
+
+def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> LabelledData:
+    """Draw float32 points (count, 2) and their classes from two interleaved half circles of radius 1 near the origin.
+
+    `noise` is the standard deviation of the Gaussian noise that is added to each coordinate.
+    """
+    points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
+    centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
+    return LabelledData(centred, torch.from_numpy(labels).long())
+
+
+def natural_patches(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
+    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each patch's values to [0, 1]."""
+    datasets = _sklearn("natural-image patches")
+    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only to load photographs
+        photographs = datasets.load_sample_images().images
+    grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
+
+    patches: list[Tensor] = []
+    while len(patches) < count:
+        photograph = grey[below(len(grey))]
+        zoom = 1 + below(LARGEST_ZOOM)
+        size = side * zoom
+        top = below(photograph.shape[0] - size + 1)
+        left = below(photograph.shape[1] - size + 1)
+        patch = functional.avg_pool2d(photograph[None, top : top + size, left : left + size], zoom)
+        low, high = patch.min(), patch.max()
+        if high - low >= LEAST_CONTRAST:
+            patches.append((patch - low) / (high - low))
+    return torch.stack(patches)
+
+
+def uniform_noise(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
+    """Draw float32 images (count, 1, side, side) whose pixels are independent and uniformly distributed between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)
+
+
+def rotate(images: Tensor, degrees: float) -> Tensor:
+    """Rotate images (n, channels, height, width) counter-clockwise about their centres by bilinear interpolation.
+
+    The uncovered corners are filled with 0.
+    """
+    if degrees % 360 == 0:
+        return images
+    angle = math.radians(degrees)
+    # The matrix maps positions in the result to positions in the source, with y pointing down.
+    inverse = images.new_tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
+    grid = functional.affine_grid(inverse.expand(len(images), 2, 3), list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

@@ -1,0 +1,353 @@
+"""The demo: train networks, compare methods on scikit-learn's digits and on distant inputs, and map their confidence on two moons.
+
+Unless stated otherwise, dictionaries of results are keyed by the names in `METHODS`, in the same order.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import molaplace as mola
+from molaplace.calibration import temperature_scaled
+from molaplace.demo.data import (
+    CLASSES,
+    Digits,
+    load_digits,
+    natural_patches,
+    rotate,
+    train_digits,
+    train_networks,
+    two_moons,
+    uniform_noise,
+)
+from molaplace.errors import collect_warnings
+from molaplace.evaluation import (
+    NUM_EXAMPLES,
+    Comparison,
+    MethodResult,
+    Pictures,
+    PredictionColumns,
+    SetInfo,
+    examples_of,
+    labelled_leads,
+    labelled_result,
+    outlier_leads,
+    outlier_result,
+    outlier_scores,
+)
+from molaplace.metrics import mean_confidence
+from molaplace.posterior import MoLA
+
+PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
+"""Names of MoLA when tuned by the paper's rule and by the library's default rule."""
+
+METHODS = ("MAP", "DE", "DE-T", PAPER, DEFAULT)
+"""Names of the methods: a single network, an ensemble, the same ensemble with a temperature, and MoLA tuned by the paper's rule and by
+the default rule."""
+
+Array = NDArray[np.float64]
+
+TEST = "test digits"
+"""Name of the in-distribution set."""
+
+FAR = 1000.0
+"""Factor by which the inputs in the far-away sets are scaled."""
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+ANGLES = tuple(range(0, 181, 15))
+"""Rotation angles, in degrees, of the test digits."""
+
+PICTURED_ANGLES = (0, 45, 90)
+"""Rotation angles, in degrees, of the example digits."""
+
+NEAR = ("patches of photographs", "noise")
+"""Outlier sets with the same range of values as the digits."""
+
+SCALES = np.logspace(0, 6, 25)
+PRECISIONS = np.logspace(-16, 4, 41)
+
+POINTS = 200
+
+REACH = 12.0
+"""Half the side length of the maps; the data lie within a distance of 2 of the origin."""
+
+TRAINED, FITTED, WALKED, MAPPED = 0.4, 0.6, 0.75, 0.97
+"""Progress after each part of the demo, as a fraction of the total time."""
+
+Progress = Callable[[str, float], None]
+"""Function that is called with a description of the current step and the completed share of the work, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Random seed and sizes used in the demo."""
+
+    seed: int = 0
+    members: int = 5
+    """Number of networks in the ensemble."""
+    epochs: int = 60
+    outliers: int = 500
+    """Number of inputs in each out-of-distribution set."""
+    moons_epochs: int = 150
+    map_size: int = 181
+    """Number of grid points along each side of a confidence map."""
+
+
+@dataclass(frozen=True)
+class DistanceResult:
+    """Confidence on inputs that are multiplied by increasing factors to move them away from the data."""
+
+    scales: Array
+    curves: dict[str, dict[str, Array]]
+    """Mean confidence at each scale, by type of input and method."""
+    limits: dict[str, dict[str, float]]
+    """Mean of the exact far-field limit, by type of input and method, for methods with a Laplace approximation."""
+    bounds: dict[str, dict[str, float]]
+    """Mean of the theorem's bound, by type of input and method, for methods without a distance exponent."""
+    precisions: Array
+    """Prior precisions for which the three MoLA curves below are computed."""
+    test_confidence: Array
+    """Mean confidence on the test digits for each prior precision."""
+    limit: Array
+    """Mean of the exact far-field limit in the directions of noise inputs, for each prior precision."""
+    bound: Array
+    """Mean of the theorem's bound in the directions of noise inputs, for each prior precision."""
+
+
+@dataclass(frozen=True)
+class MoonsResult:
+    """Confidence maps of the plane around the two moons."""
+
+    points: Array
+    """Training inputs, shape (n, 2)."""
+    labels: NDArray[np.int64]
+    reach: float
+    """Half the side length of the square that the maps cover: both axes run from -reach to reach."""
+    maps: dict[str, Array]
+    """Confidence maps by method, each of shape (size, size); the first axis is y, from bottom to top."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All results of the demo."""
+
+    settings: DemoSettings
+    networks: Sequence[nn.Module]
+    """The networks trained on the digits."""
+    comparison: Comparison
+    """Comparison of the methods on test digits, rotated digits, and inputs that are not digits."""
+    distance: DistanceResult
+    moons: MoonsResult
+    seconds: float
+    versions: dict[str, str]
+    """Versions of molaplace, torch and Python."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the settings and results, except the curves and maps, as plain JSON values for `numbers.json`."""
+        return {
+            "settings": asdict(self.settings),
+            "versions": self.versions,
+            "seconds": self.seconds,
+            **self.comparison.document(),
+            "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
+        }
+
+
+def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
+    """Return one network, the ensemble, the temperature-scaled ensemble, and MoLA with the paper's rule and with the default rule."""
+    with collect_warnings():
+        posterior = mola.fit(networks, train, progress=False)
+        return {
+            "MAP": mola.ensemble(networks[:1]),
+            "DE": mola.ensemble(networks),
+            "DE-T": temperature_scaled(networks, validation),
+            PAPER: posterior.tune(validation, rule="threshold", progress=False),
+            DEFAULT: posterior.tune(validation, progress=False),
+        }
+
+
+# --- digits ----------------------------------------------------------------------------------------------------------
+
+
+def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Comparison:
+    """Score fitted methods on the original and rotated test digits, and on outliers."""
+    names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
+    levels = {name: float(angle) for angle, name in names.items()}
+    labelled = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
+    columns = {
+        name: {method: _columns(posterior, inputs, digits.test.labels) for method, posterior in methods.items()}
+        for name, inputs in labelled.items()
+    }
+    columns |= {
+        name: {method: _columns(posterior, inputs, None) for method, posterior in methods.items()}
+        for name, inputs in outliers.items()
+    }
+    sets = [
+        SetInfo("train", "train", "train", len(digits.train)),
+        SetInfo("validation", "validation", "validation", len(digits.val)),
+        *(SetInfo(name, name, "shift" if level else "test", len(digits.test), level) for name, level in levels.items()),
+        *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in outliers.items()),
+    ]
+    notes = [
+        f"{method}: {note}"
+        for method, posterior in methods.items()
+        if posterior.tuning is not None
+        for note in posterior.tuning.notes
+    ]
+    pictured = {names[angle]: labelled[names[angle]] for angle in PICTURED_ANGLES}
+    pictured |= {name: outliers[name] for name in NEAR}
+    return Comparison(
+        title="digits",
+        sets={info.name: info for info in sets},
+        methods={
+            method: MethodResult(
+                chosen=_tuned(posterior),
+                labelled={name: labelled_result(columns[name][method], level) for name, level in levels.items()},
+                outliers={name: outlier_result(columns[TEST][method], columns[name][method]) for name in outliers},
+                examples={name: examples_of(by_method[method]) for name, by_method in columns.items()},
+            )
+            for method, posterior in methods.items()
+        },
+        classes=tuple(str(label) for label in range(CLASSES)),
+        leads={name: labelled_leads(columns[name]) for name in labelled}
+        | {name: outlier_leads(columns[TEST], columns[name]) for name in outliers},
+        pictures={name: _pictures(inputs[:NUM_EXAMPLES]) for name, inputs in pictured.items()},
+        notes=tuple(notes),
+        made={"parameters": sum(parameter.numel() for parameter in methods["MAP"].networks[0].parameters())},
+    )
+
+
+def _columns(method: MoLA, inputs: Tensor, labels: Tensor | None) -> PredictionColumns:
+    prediction = method.predict(inputs, progress=False)
+    own_score = None if method.structure is None else prediction.ood_score
+    scores = outlier_scores(prediction.probs, prediction.logit_mean, method.weights, own_score)
+    columns = PredictionColumns()
+    columns.add(prediction, labels, scores=scores)
+    return columns
+
+
+def _tuned(method: MoLA) -> dict[str, Any]:
+    if method.structure is None or method.tuning is None:
+        return {}
+    return {"prior_precision": list(method.prior_precision), "rule": method.tuning.rule}
+
+
+def _pictures(inputs: Tensor) -> Pictures:
+    return Pictures((255 * inputs.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+
+
+# --- far from the data -----------------------------------------------------------------------------------------------
+
+
+def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
+    """Scale noise and test digits by up to a million, and compare the confidence with its exact limit and the theorem's bound."""
+
+    def limit(method: MoLA, inputs: Tensor) -> float:
+        return mean_confidence(method.far_field_limit(inputs))
+
+    def bound(method: MoLA, inputs: Tensor) -> float:
+        return float(method.confidence_bound(inputs).mean())
+
+    def curve(method: MoLA, inputs: Tensor) -> Array:
+        return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
+
+    with_laplace = {name: method for name, method in methods.items() if method.structure is not None}
+    # With a distance exponent, the bound differs between inputs; like the limit, it falls to 1/C.
+    bounded = {name: method for name, method in with_laplace.items() if method.distance_exponent == 0}
+    posteriors = [methods[PAPER].with_prior_precision(float(precision)) for precision in PRECISIONS]
+    return DistanceResult(
+        scales=SCALES,
+        curves={kind: {name: curve(method, x) for name, method in methods.items()} for kind, x in kinds.items()},
+        limits={kind: {name: limit(method, x) for name, method in with_laplace.items()} for kind, x in kinds.items()},
+        bounds={kind: {name: bound(method, x) for name, method in bounded.items()} for kind, x in kinds.items()},
+        precisions=PRECISIONS,
+        test_confidence=np.array([mean_confidence(posterior(kinds[TEST])) for posterior in posteriors]),
+        limit=np.array([limit(posterior, kinds["noise"]) for posterior in posteriors]),
+        bound=np.array([bound(posterior, kinds["noise"]) for posterior in posteriors]),
+    )
+
+
+def map_moons(settings: DemoSettings, on_epoch: Callable[[int], None]) -> MoonsResult:
+    """Train an ensemble on two moons, fit and tune a posterior, and map each method's confidence far beyond the data."""
+    data = two_moons(POINTS, seed=2 * settings.seed)
+    validation = two_moons(POINTS, seed=2 * settings.seed + 1)
+    networks = train_networks(
+        data,
+        2,
+        hidden=(64, 64),
+        members=settings.members,
+        seed=settings.seed,
+        epochs=settings.moons_epochs,
+        batch_size=POINTS // 2,
+        learning_rate=1e-2,
+        bias=True,  # without biases, the predicted class would be constant along a ray from the origin
+        on_epoch=on_epoch,
+    )
+    methods = demo_methods(networks, data.batches(), validation.batches())
+    size = settings.map_size
+    axis = torch.linspace(-REACH, REACH, size, dtype=torch.float32)
+    plane = torch.cartesian_prod(axis, axis).flip(1)  # rows run from bottom to top, and each row from left to right
+    confidence = {name: method(plane).double().amax(1).reshape(size, size) for name, method in methods.items()}
+    return MoonsResult(
+        points=data.inputs.double().numpy(),
+        labels=data.labels.numpy(),
+        reach=REACH,
+        maps={name: values.numpy() for name, values in confidence.items()},
+    )
+
+
+# --- everything ------------------------------------------------------------------------------------------------------
+
+
+def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
+    """Run the whole comparison. Repeated runs with the same settings give identical numbers."""
+
+    def between(doing: str, begin: float, end: float, epochs: int) -> Callable[[int], None]:
+        return lambda epoch: progress(doing, begin + (end - begin) * epoch / epochs)
+
+    start = time.perf_counter()
+    seed = settings.seed
+    progress("reading the data", 0.0)
+    with one_thread():
+        digits = load_digits(seed)
+        on_epoch = between("training networks", 0.0, TRAINED, settings.epochs)
+        networks = train_digits(
+            digits.train, members=settings.members, seed=seed, epochs=settings.epochs, on_epoch=on_epoch
+        )
+        progress("fitting, tuning and scoring", TRAINED)
+        methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
+        patches = natural_patches(settings.outliers, seed=seed)
+        noise = uniform_noise(settings.outliers, seed=seed)
+        outliers = {
+            **dict(zip(NEAR, (patches, noise), strict=True)),
+            f"noise {TIMES}{FAR:.0f}": FAR * noise,
+            f"digits {TIMES}{FAR:.0f}": FAR * digits.test.inputs,
+        }
+        comparison = compare_on_digits(methods, digits, outliers)
+        progress("walking away from the data", FITTED)
+        distance = walk_away(methods, {"noise": noise, TEST: digits.test.inputs})
+        moons = map_moons(settings, between("mapping two moons", WALKED, MAPPED, settings.moons_epochs))
+    versions = {"molaplace": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
+    return DemoResult(settings, networks, comparison, distance, moons, time.perf_counter() - start, versions)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with a single thread, because small networks lose more time to synchronisation than they gain from parallelism."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,377 @@
+"""Columns: scores of each datum, computed from predictions and collected from all batches and processes.
+
+Every evaluation turns predictions into losses and outlier scores here: `mola.evaluate`, the command, the demo and the laboratory.
+Memory use grows with the number of rows, but not with the number of features or classes. Rows that belong to the same input are not
+independent, so for multi-label data and dense outputs, each row holds the index of its input.
+
+For regression, let u be the predicted distribution function evaluated at a target. A central interval of probability p covers the
+target if and only if |2 u - 1| <= p. One number per target, |2 u - 1|, therefore determines the coverage of intervals of any
+probability. The log-likelihood is computed jointly over all D outputs. Every other score is averaged over the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molaplace.distributed import Team
+from molaplace.errors import DataError
+from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian
+from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
+from molaplace.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
+from molaplace.prediction import Field, Prediction, RegressionPrediction
+from molaplace.uncertainty import entropy
+
+INPUT = "input"
+"""Name of the column that holds the index of each row's input, in tables in which an input can have several rows."""
+
+CLASSIFICATION_SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
+"""Names of the outlier scores for classifiers; every score is higher for outliers."""
+
+OUTLIER_SCORES = (*CLASSIFICATION_SCORES, "variance")
+"""Names of all outlier scores: those for classifiers, and the predictive variance for regression."""
+
+LEVELS = (0.5, 0.8, 0.9, 0.95)
+"""Coverage probabilities of the intervals shown in tables."""
+
+NOMINAL_LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
+"""Coverage probabilities of the intervals shown in figures, including all `LEVELS`."""
+
+INTERVAL = 0.9
+"""Nominal coverage of the intervals whose actual coverage `mola.evaluate` measures."""
+
+MOST_OUTPUTS = 16
+"""Maximum number of regression outputs for which separate columns are stored."""
+
+
+@dataclass
+class Columns:
+    """A table of float64 numbers that grows batch by batch."""
+
+    names: tuple[str, ...] = ()
+    parts: list[Tensor] = field(default_factory=list)
+    """Rows of each batch, of shape (n, columns)."""
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        """Append the columns of a batch, each of shape (n,)."""
+        self.names = tuple(batch)
+        self.parts.append(torch.stack([column.detach().double().cpu() for column in batch.values()], dim=1))
+
+    def gather(self, team: Team) -> Columns:
+        """Return, in every process, a table that contains the rows of all processes."""
+        if team.size == 1:
+            return self
+        # A process without data has no columns, so it takes the column names from another process.
+        names = next((names for names in team.collect(list(self.names)) if names), None)
+        if names is None:
+            raise DataError("no process has any data. Pass at least one batch.")
+        rows = torch.cat(self.parts) if self.parts else None
+        if rows is not None and INPUT in names:  # make the indices unique across processes
+            index = names.index(INPUT)
+            rows[:, index] = rows[:, index] * team.size + team.rank
+        return Columns(tuple(names), [team.gather(rows)])
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Index of each row's input, of shape (n,), or None if each row is a separate input."""
+        return self[INPUT].long() if INPUT in self else None
+
+    def rows(self, chosen: slice) -> Columns:
+        """Return a table with some of the rows."""
+        return Columns(self.names, [torch.cat(self.parts)[chosen]])
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Tensor:
+        index = self.names.index(name)
+        return torch.cat([part[:, index] for part in self.parts])
+
+
+@dataclass
+class PredictionColumns:
+    """What an evaluation keeps of a predictor's predictions for a data set: scores of each datum, collected batch by batch."""
+
+    data: Columns = field(default_factory=Columns)
+    """One row per input, or per position of dense outputs, or per known label of multi-label data. The columns are, for classification,
+    "confidence" and "predicted"; for labelled data also "label", "nll", "brier" and "correct"; for multi-label data also "yes" (the
+    probability) and "output" (the index of the label). For regression: "std", and for labelled data "square", "nll", "crps" and
+    "covered[0.9]"."""
+    scores: Columns = field(default_factory=Columns)
+    """Outlier scores, with one row per input or position."""
+    count: int = 0
+    """Number of inputs."""
+
+    def add(
+        self,
+        prediction: Any,
+        labels: Tensor | None = None,
+        *,
+        scores: Mapping[str, Tensor] | None = None,
+        sets: Tensor | None = None,
+        intervals: Mapping[float, tuple[Tensor, Tensor]] | None = None,
+        rows: DenseRows | None = None,
+        detail: bool = False,
+        where: str = "the labels",
+    ) -> None:
+        """Add the predictions for a batch.
+
+        Args:
+            prediction: a `mola.Prediction` or `mola.RegressionPrediction` with one row per datum.
+            labels: labels or targets of the batch, if known.
+            scores: outlier scores (n,) by name; by default, the score of the largest probability or of the predictive variance, and
+                the prediction's own score.
+            sets: prediction sets as masks, shape (n, C).
+            intervals: calibrated intervals by coverage; lower and upper ends, each of shape (n, D).
+            rows: for dense outputs, the inputs to which the rows belong.
+            detail: whether to add the columns of figures for regression: intervals at all levels, and the scores of each output.
+            where: name of the batch, used in error messages.
+        """
+        if rows is not None and not len(rows.inputs):  # every position is ignored
+            self.count += rows.num_inputs
+            return
+        if isinstance(prediction, RegressionPrediction):
+            batch = _regression_columns(prediction, labels, intervals, where, detail=detail)
+            if scores is None:
+                scores = regression_scores(prediction)
+            self._append(batch, scores, rows, len(prediction.mean))
+            return
+        if scores is None:
+            scores = {
+                "max probability": max_probability_score(prediction.probs.double(), prediction.likelihood),
+                "ood score": prediction.ood_score,
+            }
+        self.add_probabilities(
+            prediction.probs, labels, scores, prediction.likelihood, sets=sets, rows=rows, where=where
+        )
+
+    def add_probabilities(
+        self,
+        probs: Tensor,
+        labels: Tensor | None = None,
+        scores: Mapping[str, Tensor] | None = None,
+        likelihood: ClassificationLikelihood = CATEGORICAL,
+        *,
+        sets: Tensor | None = None,
+        rows: DenseRows | None = None,
+        where: str = "the labels",
+    ) -> None:
+        """Add a batch of predicted probabilities (n, C), in the data type in which they were computed; see `add`."""
+        if scores is None:
+            scores = {"max probability": max_probability_score(probs.double(), likelihood)}
+        batch = _classification_columns(probs.detach().cpu(), labels, likelihood, where, dense=rows is not None)
+        if sets is not None:
+            sets = sets.cpu()
+            batch["set size"] = sets.sum(1)
+            if labels is not None:
+                batch["covered"] = sets.gather(1, labels.cpu()[:, None]).squeeze(1)
+        self._append(batch, scores, rows, len(probs))
+
+    def _append(
+        self, batch: dict[str, Tensor], scores: Mapping[str, Tensor], rows: DenseRows | None, count: int
+    ) -> None:
+        # `batch` may contain the column INPUT, with the index of each row's row in `scores`.
+        scores = dict(scores)
+        if rows is not None:
+            inputs = rows.inputs + self.count
+            scores = {INPUT: inputs, **scores}
+            batch[INPUT] = inputs[batch[INPUT]] if INPUT in batch else inputs
+            count = rows.num_inputs
+        elif INPUT in batch:
+            batch[INPUT] = batch[INPUT] + self.count
+        self.data.add(batch)
+        self.scores.add({name: score.flatten() for name, score in scores.items()})
+        self.count += count
+
+    def gather(self, team: Team) -> PredictionColumns:
+        """Return, in every process, the columns of all processes."""
+        return PredictionColumns(self.data.gather(team), self.scores.gather(team), sum(team.collect(self.count)))
+
+
+def _classification_columns(
+    probs: Tensor, labels: Tensor | None, likelihood: ClassificationLikelihood, where: str, *, dense: bool
+) -> dict[str, Tensor]:
+    confidence, predicted = likelihood.choices(probs.double()).max(-1)
+    columns = {"confidence": confidence, "predicted": predicted}
+    truth = None
+    if labels is not None:
+        truth = likelihood.check_labels(labels.cpu(), probs, where)
+        columns["label"] = truth
+    if confidence.dim() == 2:
+        known = torch.ones_like(confidence, dtype=torch.bool) if truth is None else ~truth.isnan()
+        outputs = probs.shape[1]
+        columns |= {"yes": probs, "output": torch.arange(outputs).expand_as(known)}
+        if outputs > 1 or dense:
+            columns[INPUT] = torch.arange(len(probs))[:, None].expand_as(known)
+        columns = {name: column[known] for name, column in columns.items()}
+    return columns if truth is None else {**columns, **likelihood.distribution(probs).scores(truth)}
+
+
+def _regression_columns(
+    prediction: RegressionPrediction,
+    labels: Tensor | None,
+    intervals: Mapping[float, tuple[Tensor, Tensor]] | None,
+    where: str,
+    *,
+    detail: bool,
+) -> dict[str, Tensor]:
+    names = ("component_mean", "component_variance", "component_noise")
+    parts = [getattr(prediction, name).double() for name in names]
+    likelihood = prediction.likelihood
+    exact = RegressionPrediction(
+        dict(zip(names, parts, strict=True)), weights=prediction.weights, likelihood=likelihood
+    )
+    columns = {"std": exact.std.mean(1)}
+    if labels is None:
+        return columns
+    if isinstance(
+        likelihood, Gaussian
+    ):  # predicted variances are separate here, so the means have one column per target
+        likelihood = replace(likelihood, heteroscedastic=False)
+    targets = likelihood.check_labels(labels.to(exact.mean.device), exact.mean, where)
+    squares = (exact.mean - targets).square()
+    crps = exact.crps(targets)
+    smallest_level = (2 * exact.cdf(targets) - 1).abs()
+    levels = NOMINAL_LEVELS if detail else (INTERVAL,)
+    columns |= {"square": squares.mean(1), "nll": -exact.log_prob(targets), "crps": crps.mean(1)}
+    columns |= {f"covered[{level}]": (smallest_level <= level).double().mean(1) for level in levels}
+    for level, (lower, upper) in (intervals or {}).items():
+        inside = (targets >= lower.to(targets)) & (targets <= upper.to(targets))
+        columns[f"calibrated[{level}]"] = inside.double().mean(1)
+        columns[f"calibrated width[{level}]"] = (upper - lower).mean(1)
+    if not detail:
+        return columns
+    central = {level: exact.interval(level) for level in LEVELS}
+    columns |= {f"width[{level}]": (upper - lower).mean(1) for level, (lower, upper) in central.items()}
+    lower, upper = central[INTERVAL]
+    by_output = {
+        "target": targets,
+        "mean": exact.mean,
+        "std": exact.std,
+        "lower": lower,
+        "upper": upper,
+        "square": squares,
+        "crps": crps,
+        "covered": (smallest_level <= INTERVAL).double(),
+    }
+    for output in range(min(MOST_OUTPUTS, targets.shape[1])):
+        columns |= {output_column(output, name): values[:, output] for name, values in by_output.items()}
+        marginal = likelihood.mixture_type(exact.weights, *(part[..., output : output + 1] for part in parts))
+        columns[output_column(output, "nll")] = -marginal.log_density(targets[:, output : output + 1])
+    return columns
+
+
+def output_column(output: int, name: str) -> str:
+    """Return the name of the column with a score of one regression output."""
+    return f"output {output}: {name}"
+
+
+# --- outlier scores --------------------------------------------------------------------------------------------------
+
+
+def outlier_scores(
+    probs: Tensor,
+    logits: Tensor | None = None,
+    weights: Tensor | None = None,
+    ood_score: Tensor | None = None,
+    likelihood: ClassificationLikelihood = CATEGORICAL,
+) -> dict[str, Tensor]:
+    """Return the available `CLASSIFICATION_SCORES`, each of shape (n,), in float64.
+
+    Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
+    """
+    exact = probs.double()
+    entropies = entropy(likelihood.choices(exact))
+    scores = {
+        "max probability": max_probability_score(exact, likelihood),
+        "entropy": entropies if likelihood.mutually_exclusive else entropies.mean(-1),
+    }
+    if logits is not None:
+        shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights
+        energy = energy_score if likelihood.mutually_exclusive else label_energy_score
+        for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
+            scores[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
+    return scores if ood_score is None else {**scores, "ood score": ood_score.double()}
+
+
+def regression_scores(prediction: RegressionPrediction, *, own: bool = True) -> dict[str, Tensor]:
+    """Return the outlier scores (n,) for regression: the predictive variance and, if `own` is true, the prediction's own score."""
+    # Outputs may have different units, but a ranking by the mean logarithm does not depend on the units.
+    scores = {"variance": prediction.variance.double().log().mean(1)}
+    return {**scores, "ood score": prediction.ood_score} if own else scores
+
+
+# --- dense outputs ---------------------------------------------------------------------------------------------------
+
+
+class DenseRows(NamedTuple):
+    """The inputs to which the rows of a flattened dense prediction belong."""
+
+    inputs: Tensor
+    """Index of each row's input in the batch, shape (n,)."""
+    num_inputs: int
+    """Number of inputs in the batch."""
+
+
+def flatten_positions(
+    prediction: Any,
+    labels: Tensor | None,
+    where: str,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    positions: str | int = "all",
+    first: int = 0,
+) -> tuple[Any, Tensor | None, DenseRows | None]:
+    """Flatten dense predictions and labels to m rows, one per position that is not ignored, and return each row's input.
+
+    Predictions that are not dense are returned unchanged, with None in place of the rows' inputs.
+
+    Args:
+        prediction: predictions for a batch.
+        labels: labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
+        where: name of the batch, used in error messages.
+        ignore_index: label that marks positions to ignore.
+        positions: number of positions to draw from each input, or "all" for every position.
+        first: number of inputs before this batch. Each input's index in the data is the seed for drawing its positions.
+    """
+    regression = isinstance(prediction, RegressionPrediction)
+    outputs = prediction.component_mean[0] if regression else prediction.probs
+    if outputs.dim() == 2:
+        return prediction, labels, None
+    layout = Layout.of(outputs, prediction.axis)
+    known = torch.ones(layout.inputs * layout.count, dtype=torch.bool)
+    if labels is not None:
+        labels = layout.labels(labels.cpu(), outputs.shape[prediction.axis], where)
+        known = (labels != ignore_index) & ~labels.isnan()
+        if labels.dim() == 2:  # some of a position's labels may be missing
+            labels = torch.where(known, labels.double(), torch.nan)
+            known = known.any(1)
+    by_input = [mask.nonzero().flatten() for mask in known.view(layout.inputs, layout.count)]
+    if isinstance(positions, int):
+        by_input = [
+            indices[drawn_positions(len(indices), positions, first + index)] for index, indices in enumerate(by_input)
+        ]
+    rows = torch.cat([indices + index * layout.count for index, indices in enumerate(by_input)])
+
+    def flat(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        further = values.dim() - len(layout.sizes) - 1
+        if further == 2:  # the field has an axis for the K networks
+            return torch.stack([layout.by_position(part).flatten(0, 1)[rows.to(part.device)] for part in values])
+        return (layout.by_position(values).flatten(0, 1) if further else values.flatten())[rows.to(values.device)]
+
+    names = ["component_mean", "component_variance", "component_noise"] if regression else ["probs", "logit_mean"]
+    fields: dict[str, Field] = {name: flat(getattr(prediction, name)) for name in (*names, "ood_score")}
+    shared = {name: getattr(prediction, name) for name in ("ood_score_name", "likelihood")}
+    if regression:
+        shared["weights"] = prediction.weights
+    flattened = (RegressionPrediction if regression else Prediction)(fields, **shared)
+    return flattened, None if labels is None else labels[rows], DenseRows(rows // layout.count, layout.inputs)

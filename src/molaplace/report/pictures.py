@@ -1,0 +1,128 @@
+"""Figures that show confidence histograms, and example images with each method's confidence, drawn from plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Patch
+from numpy.typing import ArrayLike
+
+from molaplace.evaluation import Examples, Pictures, SetInfo
+from molaplace.report.curves import Estimates
+from molaplace.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
+
+IMAGES = 6
+"""Number of images per row."""
+
+SIZE, BAR, STEP = 0.86, 0.115, 0.145
+"""Side length of an image, height of a bar and distance between bars, relative to the distance between adjacent images."""
+
+MOST_SHIFTED = 2
+"""Number of shifted sets from which images are shown (those at the middle and the highest level)."""
+
+MOST_SETS = 4
+"""Maximum number of outlier sets in one figure."""
+
+
+def example_sets(
+    sets: Mapping[str, SetInfo], pictures: Mapping[str, Pictures], examples: Mapping[str, Mapping[str, Examples]]
+) -> list[SetInfo]:
+    """Return the sets for which images and the confidences of at least one method are available."""
+    with_confidence = {name for by_set in examples.values() for name in by_set}
+    known = [info for info in sets.values() if info.name in pictures and info.name in with_confidence]
+    shifted = [info for info in known if info.role == "shift"]
+    indices = [(index + 1) * len(shifted) // MOST_SHIFTED - 1 for index in range(MOST_SHIFTED)] if shifted else []
+    chosen = [shifted[index] for index in indices]
+    return [info for info in known if info not in shifted or info in chosen]
+
+
+def draw_examples(
+    sets: Sequence[SetInfo], pictures: Mapping[str, Pictures], examples: Mapping[str, Mapping[str, Examples]]
+) -> Figure:
+    """Draw the first few images of each set, with a bar for each method's confidence.
+
+    `examples` maps each method to its predictions for each set.
+    """
+    drawn = strokes(examples)
+    height = 1.12 + len(drawn) * STEP
+    figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
+    for panel, info in zip(panels, sets, strict=True):
+        images = pictures[info.name]
+        for column, image in enumerate(images.pixels[:IMAGES]):
+            grey: dict[str, Any] = {"cmap": "gray_r", "vmin": 0, "vmax": 255} if image.shape[-1] == 1 else {}
+            extent = (column, column + SIZE, 1 - SIZE, 1)
+            panel.imshow(image.squeeze(-1) if grey else image, extent=extent, interpolation="nearest", **grey)
+        for row, (method, by_set) in enumerate(examples.items()):
+            if info.name in by_set:
+                middle = 1 - SIZE - 0.05 - (row + 1) * STEP + BAR / 2
+                _draw_bars(panel, middle, by_set[info.name], images, _paint(drawn[method]))
+        panel.set(xlim=(0, IMAGES), ylim=(1 - height, 1.04), aspect="equal")
+        panel.set_axis_off()
+        panel.set_title(info.title, fontsize=9)
+    handles = [Patch(facecolor=_paint(stroke), label=name) for name, stroke in drawn.items()]
+    if any(pictures[info.name].labels is not None for info in sets):
+        handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow bar: wrong class"))
+    shared_legend(figure, panels, len(panels), handles)
+    return figure
+
+
+def _draw_bars(panel: Axes, middle: float, examples: Examples, images: Pictures, colour: Any) -> None:
+    full = SIZE - 0.24  # the remaining width is left for the number
+    confidences = examples.confidence[: min(IMAGES, len(images.pixels))]
+    for left, (confidence, label) in enumerate(zip(confidences, examples.label, strict=False)):
+        wrong = images.labels is not None and label != images.labels[left]
+        panel.barh(middle, full, BAR, left, facecolor=INK, alpha=0.08, linewidth=0)
+        face = "none" if wrong else colour
+        panel.barh(middle, confidence * full, BAR, left, facecolor=face, edgecolor=colour, linewidth=0.8)
+        panel.text(left + SIZE, middle, f"{confidence:.2f}", ha="right", va="center_baseline", fontsize=6.5)
+
+
+def _paint(stroke: Mapping[str, Any]) -> tuple[str, float]:
+    return stroke["color"], 1.0 if stroke["linestyle"] == "-" else 0.5
+
+
+@dataclass(frozen=True)
+class HistogramColumn:
+    """A column of `draw_histograms`: each method's confidence on a set of outliers."""
+
+    title: str
+    counts: Mapping[str, ArrayLike]
+    """Number of outliers in each confidence bin, by method; empty if there are no outliers."""
+    means: Mapping[str, Estimates]
+    """Estimates shown above each histogram, such as the mean confidence and the AUROC, by name and method."""
+
+
+def draw_histograms(test: Mapping[str, ArrayLike], columns: Sequence[HistogramColumn]) -> Figure:
+    """Draw histograms of each method's confidence on outliers and on test data; `test` contains the counts on the test data."""
+    painted = colours(test)
+    figure, panels = canvas(len(test), len(columns), 1.35, sharex=True, sharey=True)
+    cells = [(method, column) for method in test for column in columns]
+    for index, (panel, (method, column)) in enumerate(zip(panels, cells, strict=True)):
+        if index < len(columns):
+            panel.set_title(column.title, pad=15, fontsize=9)
+        if index % len(columns) == 0:
+            panel.set_ylabel(method, fontweight="bold", fontsize=8)
+        if index >= len(panels) - len(columns):
+            panel.set_xlabel("confidence")
+        # Most of the test data are in the last bin; a square-root scale makes the other bins visible.
+        panel.set_yscale("function", functions=(np.sqrt, np.square))
+        panel.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.1, 0.5, 1])
+        quiet_axes(panel)
+        _draw_shares(panel, column.counts.get(method), {"color": painted[method], "fill": True, "alpha": 0.75})
+        _draw_shares(panel, test[method], {"color": INK})
+        known = {name: estimate for name, by in column.means.items() if (estimate := by.get(method)) is not None}
+        words = [f"{name} {estimate.value:.3f}" for name, estimate in known.items()]
+        # Inside the panel, the text would hide bars, so it is placed above the panel.
+        panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
+    outliers = any(column.counts for column in columns)
+    figure.supxlabel("filled: outliers, outline: test data" if outliers else "share of the test data", fontsize=8)
+    return figure
+
+
+def _draw_shares(panel: Axes, counts: ArrayLike | None, style: Mapping[str, Any]) -> None:
+    totals = np.asarray([] if counts is None else counts, dtype=float)
+    if totals.sum() > 0:
+        panel.stairs(totals / totals.sum(), np.linspace(0.0, 1.0, len(totals) + 1), **style)
