@@ -17,7 +17,6 @@ from molaplace.likelihoods.base import mixed
 from molaplace.network import Inputs, as_batch, batch_count, evaluating, one_batch, peek
 from molaplace.numerics import seed_from
 from molaplace.options import one_of
-from molaplace.outliers import max_probability_score
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.uncertainty import mutual_information
 from molaplace.weights import check_weights, uniform_weights
@@ -99,12 +98,13 @@ class Mixture(nn.Module):
             raise DataError(
                 "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
             )
-        probs = mixed(self.weights, list(members))
+        distribution = self.likelihood.distribution(mixed(self.weights, list(members)))
+        member_entropies = self.likelihood.distribution(members).entropy()
         return Prediction(
             {
-                "probs": probs,
-                "mutual_information": mutual_information(members, self.weights, self.likelihood),
-                "ood_score": max_probability_score(probs, self.likelihood),
+                "probs": distribution.probs,
+                "mutual_information": mutual_information(distribution.entropy(), member_entropies, self.weights),
+                "ood_score": distribution.outlier_score(),
             },
             likelihood=self.likelihood,
         )

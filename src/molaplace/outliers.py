@@ -19,8 +19,7 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 
 def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     """Return one minus the largest probability (n,), averaged over the labels for multi-label data."""
-    score = 1 - likelihood.choices(probs).amax(-1)
-    return score if likelihood.mutually_exclusive else score.mean(-1)
+    return likelihood.distribution(probs).outlier_score()
 
 
 def max_logit_score(logits: Tensor) -> Tensor:
@@ -37,16 +36,6 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
     if not 0 < temperature < float("inf"):
         raise OptionError(f"must be positive and finite, got {temperature!r}.", argument="temperature")
     return -temperature * torch.logsumexp(logits / temperature, dim=-1)
-
-
-def label_energy_score(logits: Tensor) -> Tensor:
-    r"""Return the free energy of multi-label logits along the last axis, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021).
-
-    An input with no predicted label is treated as unlike the training data. For a single label, however, a confident "no" is as
-    typical as a confident "yes", so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
-    """
-    energy = -torch.nn.functional.softplus(logits)
-    return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
 
 
 def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
@@ -67,16 +56,12 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
     """
     # The logits at a feature vector of norm 0 are the biases, which contain no information about the input.
     factors = torch.where(norms > 0, weights[:, None] / norms, 0)
-    if not likelihood.mutually_exclusive:
-        return -torch.einsum("kn,knc->nc", factors, means).abs().mean(-1) / 2
-    centred = means - means.mean(-1, keepdim=True)
-    return -torch.einsum("kn,knc->nc", factors, centred).amax(-1)
+    return -likelihood.margin(torch.einsum("kn,knc->nc", factors, means))
 
 
 def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     """Divide each network's logits (K, n, C) by the squared excess feature norm, and return their energies (K, n)."""
-    score = energy_score if likelihood.mutually_exclusive else label_energy_score
-    return score(means * (-2 * log_excess).exp()[..., None])
+    return likelihood.energy(means * (-2 * log_excess).exp()[..., None])
 
 
 def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:

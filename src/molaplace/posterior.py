@@ -41,15 +41,13 @@ from molaplace.outliers import (
     VARIANCE,
     energies,
     far_field_score,
-    max_probability_score,
     outlier_score,
 )
-from molaplace.prediction import Prediction, RegressionPrediction, disagreement
+from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.scaling import NO_COVARIANCE, Candidates, FeatureScale, LogitScaling, Reference
 from molaplace.structures.base import Spread
-from molaplace.uncertainty import entropy, epistemic_share
 from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
 ROW_NUMBERS = 2**21
@@ -262,7 +260,10 @@ class MoLA(Mixture):
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:
             spreads, divisors = [one.spread(phi) for one, phi in parts], self.divisors(rows, self.weights)
-            return Members(rows.outputs, spreads, self.weights, divisors, self.scaling.pooling, likelihoods)
+            scaling = self.scaling
+            return Members(
+                rows.outputs, spreads, self.weights, divisors, scaling.pooling, likelihoods, scaling.temperature
+            )
         if self.link.needs_covariance or bool((candidates.precision < NO_COVARIANCE).any()):
             spreads = [one.spread(phi, candidates.precision[:, k]) for k, (one, phi) in enumerate(parts)]
         weights = self.weights
@@ -271,7 +272,9 @@ class MoLA(Mixture):
         ):  # evidence weights depend on the prior precision, so `tuning.scores` passes one candidate at a time
             weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
         divisors = self.divisors(rows, weights, candidates)
-        return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
+        return Members(
+            rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods, candidates.temperature
+        )
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
         """Return the predictive distribution for the given rows, using the settings of this posterior or of the given candidates."""
@@ -345,13 +348,12 @@ class MoLA(Mixture):
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
     def _entropy(self, rows: Rows, seed: int | None) -> Tensor:
-        return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
+        return self.predictive(rows, seed).entropy()  # type: ignore[attr-defined]
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
         """Return the mutual information between the label and the weights, of shape (n,), or (n, C) for multi-label data."""
-        likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
-        assert isinstance(likelihood, ClassificationLikelihood)
-        return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
+        assert isinstance(self.likelihood, ClassificationLikelihood)
+        return self._entropy(rows, seed) * self.likelihood.epistemic_share(self.members(rows), seed or 0)
 
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
         # Return the aleatoric entropy without the effect of distance. The entropy that distance adds is epistemic: nearby data would
@@ -366,7 +368,7 @@ class MoLA(Mixture):
         return found
 
     def _noise(self, rows: Rows) -> Tensor:
-        return self._mixture(rows).noises * self.temperature**2
+        return self._mixture(rows).noises
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
 
@@ -399,11 +401,11 @@ class MoLA(Mixture):
     def _ood_score(self, rows: Rows) -> Tensor:
         name, weights = self.ood_score_name, self.weights.to(rows.outputs[0])
         if name == MAX_PROBABILITY:
-            return max_probability_score(self.predictive(rows).point(), self.likelihood)  # type: ignore[arg-type]
+            return self.predictive(rows).outlier_score()
         if name == FAR_FIELD:
             return self._far_field(rows)
         if name == VARIANCE:
-            return disagreement(self.weights, self._mixture(rows).means, self._noise(rows))
+            return self._mixture(rows).disagreement()
         if name == NORM:
             return weights @ self._norms(rows).log()
         if name == DISTANCE:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from molaplace.likelihoods import (
     CATEGORICAL,
     GAUSSIAN,
     ClassificationLikelihood,
+    ClassificationPredictive,
     Gaussian,
     Likelihood,
     RegressionLikelihood,
@@ -26,7 +27,6 @@ from molaplace.likelihoods import (
 )
 from molaplace.numerics import to_float64
 from molaplace.options import counted, is_real
-from molaplace.uncertainty import entropy
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
 """A field of a prediction: a tensor, a function that computes the tensor on first read, or None if the field is unavailable."""
@@ -61,15 +61,19 @@ class _Fields:
     def _shared(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fields"}
 
-    def _map(self, change: Callable[[Tensor, int], Tensor]) -> Self:
-        def changed(name: str, axis: int) -> Field:
-            if self._fields[name] is None:
+    @classmethod
+    def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor], int], Tensor]) -> Self:
+        # Return a prediction whose fields are `combine(values of all parts, axis of the inputs)`, computed when they are read.
+        def field(name: str, axis: int) -> Field:
+            if parts[0]._fields[name] is None:
                 return None
-            if callable(self._fields[name]):
-                return lambda: change(self._read(name), axis)
-            return change(self._read(name), axis)
 
-        return type(self)({name: changed(name, axis) for name, axis in self.axes.items()}, **self._shared())
+            def compute() -> Tensor:
+                return combine([part._read(name) for part in parts], axis)
+
+            return compute if any(callable(part._fields[name]) for part in parts) else compute()
+
+        return cls({name: field(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
 
     def computed(self) -> Self:
         """Compute every field now and return the prediction."""
@@ -79,7 +83,7 @@ class _Fields:
 
     def cpu(self) -> Self:
         """Return the same prediction in main memory."""
-        return self._map(lambda values, _: values.cpu())
+        return self._combined([self], lambda values, _: values[0].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         self.computed()  # functions cannot be pickled
@@ -93,63 +97,57 @@ class _Fields:
         """Join the predictions for several batches."""
         if len(parts) == 1:
             return parts[0]
-        first, axis = next(iter(cls.axes.items()))
-        shapes = {tuple(part._read(first).shape[axis + 1 :]) for part in parts}
+        name, axis = next(iter(cls.axes.items()))
+        shapes = {tuple(part._read(name).shape[axis + 1 :]) for part in parts}
         if len(shapes) > 1:
             raise DataError(
                 f"the outputs of the batches have different shapes, {sorted(shapes)}, and cannot be joined. Predict "
                 "batch by batch with predict_batches."
             )
-
-        def joined(name: str, axis: int) -> Field:
-            if parts[0]._fields[name] is None:
-                return None
-            if any(callable(part._fields[name]) for part in parts):
-                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
-            return torch.cat([part._read(name) for part in parts], dim=axis)
-
-        return cls({name: joined(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
+        return cls._combined(parts, torch.cat)
 
     @classmethod
     def gather(cls, parts: Sequence[Self], team: Team) -> Self:
         """Join the predictions of all processes, sorted by rank, and return the result on every rank."""
-        own = cls.concatenate(parts).computed() if parts else None
-        kinds = team.collect(
-            None if own is None else ({name: own._fields[name] is not None for name in cls.axes}, own._shared())
-        )
-        kind = next((one for one in kinds if one is not None), None)
-        if kind is None:
+        prediction = cls.concatenate(parts).computed() if parts else None
+        # A rank without data learns from the other ranks which fields there are.
+        description = None
+        if prediction is not None:
+            names = [name for name in cls.axes if prediction._fields[name] is not None]
+            description = (names, prediction._shared())
+        descriptions = [value for value in team.collect(description) if value is not None]
+        if not descriptions:
             raise DataError("the prediction loader is empty on every rank. Pass at least one batch.")
-        present, shared = kind
+        names, shared = descriptions[0]
         fields: dict[str, Field] = {}
-        for name, axis in cls.axes.items():
-            if present[name]:
-                rows = None if own is None else own._read(name).transpose(0, axis).contiguous()
-                fields[name] = team.gather(rows).transpose(0, axis)
+        for name in names:
+            axis = cls.axes[name]
+            rows = None if prediction is None else prediction._read(name).transpose(0, axis).contiguous()
+            fields[name] = team.gather(rows).transpose(0, axis)
         return cls(fields, **shared)
 
     def __len__(self) -> int:
-        first, axis = next(iter(self.axes.items()))
-        return int(self._read(first).shape[axis])
+        name, axis = next(iter(self.axes.items()))
+        return int(self._read(name).shape[axis])
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} is out of range for {len(self)} inputs.")
             index = slice(index % len(self), index % len(self) + 1)
-        chosen = torch.arange(len(self), device="cpu")[index]
-        return self._map(lambda values, axis: values.index_select(axis, chosen.to(values.device)))
+        indices = torch.arange(len(self), device="cpu")[index]
+        return self._combined([self], lambda values, axis: values[0].index_select(axis, indices.to(values[0].device)))
 
     def __iter__(self) -> Iterator[Self]:
         return (self[index] for index in range(len(self)))
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all fields as NumPy arrays, keyed by name."""
-        names = dict.fromkeys((*self.axes, *self._derived()))
-        values = {name: getattr(self, name) for name in names}
+        values = {name: self._read(name) for name in self.axes} | self._derived()
         return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
 
-    def _derived(self) -> tuple[str, ...]:
+    def _derived(self) -> dict[str, Tensor]:
+        """Return the quantities that are computed from the fields, keyed by name."""
         raise NotImplementedError
 
     def _frame(self, columns: dict[str, Tensor | None]) -> Any:
@@ -170,6 +168,14 @@ class _Fields:
             else:
                 table |= {f"{name}_{column}": values[:, column].cpu().numpy() for column in range(values.shape[1])}
         return pandas.DataFrame(table)
+
+
+class Uncertainty(NamedTuple):
+    """The entropy of predictions and its two parts, which are never negative and sum to the total."""
+
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
 
 
 class Prediction(_Fields):
@@ -215,14 +221,22 @@ class Prediction(_Fields):
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty (n,) in nats that more data would remove: the mutual information plus the entropy added by distance."""
-        known = self._read("aleatoric")
-        return self.mutual_information if known is None else (self.entropy - known).clamp_min(0)
+        return self._uncertainty().epistemic
 
     @property
     def aleatoric(self) -> Tensor:
         """Part of `entropy`, of the same shape, that is due to overlapping classes and that more data would not remove."""
-        known = self._read("aleatoric")
-        return self.entropy - self.mutual_information if known is None else known
+        return self._uncertainty().aleatoric
+
+    def _uncertainty(self) -> Uncertainty:
+        # Parts are clamped to [0, total], because they may differ by a rounding error from the entropy of rounded probabilities.
+        total = self.entropy
+        aleatoric = self._read("aleatoric")
+        if aleatoric is None:
+            epistemic = torch.minimum(self.mutual_information, total)
+            return Uncertainty(total, total - epistemic, epistemic)
+        aleatoric = torch.minimum(aleatoric, total)
+        return Uncertainty(total, aleatoric, total - aleatoric)
 
     @property
     def ood_score(self) -> Tensor:
@@ -254,43 +268,52 @@ class Prediction(_Fields):
         return self._read("logit_variance")
 
     @property
+    def distribution(self) -> ClassificationPredictive:
+        """Predictive distribution, with the classes or labels along the last axis."""
+        return self.likelihood.distribution(self.probs.movedim(self.axis, -1))
+
+    def in_layout(self, values: Tensor) -> Tensor:
+        """Return values (..., n) or, for multi-label data, (..., n, C) of `distribution` in the layout of the prediction."""
+        return values.movedim(-1, self.axis) if values.dim() == self.probs.dim() else values
+
+    @property
     def label(self) -> Tensor:
         """Most probable class (n,) or, for multi-label data, the most probable value (n, C) of each label: 1 for yes, 0 for no."""
-        return self._placed(self._choices.argmax(-1))
+        return self.in_layout(self.distribution.predicted())
 
     @property
     def confidence(self) -> Tensor:
         """Probability of `label`, of shape (n,), or (n, C) for multi-label data."""
-        return self._placed(self._choices.amax(-1))
+        return self.in_layout(self.distribution.confidence())
 
     @property
     def entropy(self) -> Tensor:
         """Total uncertainty in nats (aleatoric plus epistemic), of shape (n,), or (n, C) for multi-label data."""
-        return self._placed(entropy(self._choices))
+        return self.in_layout(self.distribution.entropy())
 
-    @property
-    def _choices(self) -> Tensor:
-        return self.likelihood.choices(self.probs.movedim(self.axis, -1))
-
-    def _placed(self, values: Tensor) -> Tensor:
-        return values if self.likelihood.mutually_exclusive else values.movedim(-1, self.axis)
-
-    def _derived(self) -> tuple[str, ...]:
-        return ("label", "confidence", "entropy", "epistemic")
+    def _derived(self) -> dict[str, Tensor]:
+        uncertainty = self._uncertainty()
+        return {
+            "aleatoric": uncertainty.aleatoric,
+            "label": self.label,
+            "confidence": self.confidence,
+            "entropy": uncertainty.total,
+            "epistemic": uncertainty.epistemic,
+        }
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with one row per input."""
+        values = self._derived() | {"ood_score": self.ood_score, "distance": self.distance}
         names = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-        return self._frame({name: getattr(self, name) for name in names} | {"prob": self.probs})
+        return self._frame({name: values[name] for name in names} | {"prob": self.probs})
 
     def __repr__(self) -> str:
-        outputs, sizes = self.probs.shape[self.axis], self.probs.movedim(self.axis, -1).shape[1:-1]
-        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
-        kinds = f"{outputs} classes" if self.likelihood.mutually_exclusive else counted(outputs, "label")
+        _, *sizes, outputs = self.probs.movedim(self.axis, -1).shape
+        size = f"{counted(len(self), 'input')}{_positions(sizes)}, {counted(outputs, *self.likelihood.output_noun)}"
         if not self.probs.numel():
-            return f"Prediction({len(self)} inputs{at}, {kinds})"
+            return f"Prediction({size})"
         return (
-            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence {float(self.confidence.mean()):.3f}, mean "
+            f"Prediction({size}, mean confidence {float(self.confidence.mean()):.3f}, mean "
             f"entropy {float(self.entropy.mean()):.3f}, mean epistemic uncertainty {float(self.epistemic.mean()):.3f})"
         )
 
@@ -330,7 +353,8 @@ class RegressionPrediction(_Fields):
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
         noise = variance.expand_as(means).contiguous()
         fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
-        fields["ood_score"] = disagreement(weights, means, noise)
+        distribution = likelihood.mixture_type(weights, *(to_float64(part) for part in (means, noise, noise)))
+        fields["ood_score"] = distribution.disagreement().to(means)
         return cls(fields, weights=weights, likelihood=likelihood)
 
     @classmethod
@@ -379,101 +403,110 @@ class RegressionPrediction(_Fields):
         """Distance (n,) of the features from the training data, relative to its median on the validation data; None if unknown."""
         return self._read("distance")
 
-    # Moments are computed in float64, because squares may overflow in float32 even if the values themselves do not.
+    @property
+    def distribution(self) -> RegressionPredictive:
+        """Predictive distribution in float64, with the outputs along the last axis."""
+        # Use float64, because squares may overflow in float32 even if the values themselves do not.
+        axis = self.axis if self.axis == -1 else self.axis + 1
+        parts = (self.component_mean, self.component_variance, self.component_noise)
+        return self.likelihood.mixture_type(self.weights, *(to_float64(part).movedim(axis, -1) for part in parts))
 
-    def _mixed(self, values: Tensor) -> Tensor:
-        return torch.einsum("k,k...->...", self.weights.to(values), values)
-
-    def _between(self) -> Tensor:
-        means = to_float64(self.component_mean)
-        return self._mixed((means - self._mixed(means)).square())
-
-    def _within(self) -> Tensor:
-        return self._mixed(to_float64(self.component_variance) - to_float64(self.component_noise))
-
-    def _returned(self, values: Tensor) -> Tensor:
-        return values.to(self.component_mean)
+    def in_layout(self, values: Tensor) -> Tensor:
+        """Return values (..., D) of `distribution` in the layout and data type of the prediction."""
+        return values.movedim(-1, self.axis).to(self.component_mean)
 
     @property
     def mean(self) -> Tensor:
         """Mean (n, D) of the prediction."""
-        return self._returned(self._mixed(to_float64(self.component_mean)))
+        return self.in_layout(self.distribution.point())
 
     @property
     def between(self) -> Tensor:
         """Variance (n, D) of the networks' means, which measures their disagreement."""
-        return self._returned(self._between())
+        return self.in_layout(self.distribution.between())
 
     @property
     def within(self) -> Tensor:
         """Variance (n, D) due to uncertain weights and distance from the training data, averaged over the networks, without noise."""
-        return self._returned(self._within())
+        return self.in_layout(self.distribution.within())
 
     @property
     def epistemic(self) -> Tensor:
         """Variance (n, D) that more data would remove: the sum of `within` and `between`."""
-        return self._returned(self._within() + self._between())
+        return self.in_layout(self.distribution.epistemic())
 
     @property
     def aleatoric(self) -> Tensor:
         """Variance (n, D) of the noise, which more data would not remove."""
-        return self._returned(self._mixed(to_float64(self.component_noise)))
+        return self.in_layout(self.distribution.aleatoric())
 
     @property
     def variance(self) -> Tensor:
         """Variance (n, D) of the prediction: the sum of `aleatoric` and `epistemic`."""
-        return self._returned(self._mixed(to_float64(self.component_variance)) + self._between())
+        return self.in_layout(self.distribution.variance())
 
     @property
     def std(self) -> Tensor:
         """Standard deviation (n, D) of the prediction."""
-        return self._returned((self._mixed(to_float64(self.component_variance)) + self._between()).sqrt())
+        return self.in_layout(self.distribution.variance().sqrt())
+
+    def _derived(self) -> dict[str, Tensor]:
+        distribution = self.distribution
+        within = distribution.within()
+        between = distribution.between()
+        aleatoric = distribution.aleatoric()
+        epistemic = within + between
+        variance = aleatoric + epistemic
+        moments = {
+            "mean": distribution.point(),
+            "std": variance.sqrt(),
+            "variance": variance,
+            "aleatoric": aleatoric,
+            "epistemic": epistemic,
+            "within": within,
+            "between": between,
+        }
+        return {name: self.in_layout(values) for name, values in moments.items()}
 
     # The predictive distribution.
 
     def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
+        # Return the targets in float64 with the outputs along the last axis.
         try:
-            read = torch.as_tensor(targets)
+            tensor = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"expected targets as a tensor or array, got {type(targets).__name__}.") from error
-        if read.is_complex():
-            raise DataError(f"expected real targets, got {read.dtype}.")
-        given, shape = to_float64(read.to(self.component_mean.device)), self.component_mean.shape[1:]
-        if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
-            given = given.unsqueeze(self.axis)
-        if broadcast and given.dim() == 0:
-            given = given.expand(shape)
-        if given.shape != shape:
+        if tensor.is_complex():
+            raise DataError(f"expected real targets, got {tensor.dtype}.")
+        values = to_float64(tensor.to(self.component_mean.device))
+        shape = self.component_mean.shape[1:]
+        if values.dim() == len(shape) - 1 and shape[self.axis] == 1:
+            values = values.unsqueeze(self.axis)
+        if broadcast and values.dim() == 0:
+            values = values.expand(shape)
+        if values.shape != shape:
             raise DataError(
-                f"expected targets of shape {tuple(shape)}, one for each input and output; got shape {tuple(read.shape)}."
+                f"expected targets of shape {tuple(shape)}, one for each input and output; got shape {tuple(tensor.shape)}."
             )
-        return given
-
-    @property
-    def _mixture(self) -> RegressionPredictive:
-        parts = self.component_mean, self.component_variance, self.component_noise
-        return self.likelihood.mixture_type(self.weights, *parts)
+        return values.movedim(self.axis, -1)
 
     def log_prob(self, targets: Any) -> Tensor:
         """Return the joint log density (n,) of each input's targets (n, D), in nats."""
-        given, place = self._targets(targets).movedim(self.axis, -1), self.axis if self.axis == -1 else self.axis + 1
-        parts = (self.component_mean, self.component_variance, self.component_noise)
-        moved = (values.movedim(place, -1) for values in parts)
-        return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
+        return self.distribution.log_density(self._targets(targets)).to(self.component_mean)
 
     def cdf(self, values: Any) -> Tensor:
         """Return the probability (n, D) that a target is less than or equal to `values`, a number or a tensor (n, D)."""
-        return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
+        return self.in_layout(self.distribution.cdf(self._targets(values, broadcast=True)))
 
     def crps(self, targets: Any) -> Tensor:
         """Return the continuous ranked probability score (n, D) of the targets, in the targets' units. Lower is better."""
-        return self._returned(self._mixture.crps(self._targets(targets)))
+        return self.in_layout(self.distribution.crps(self._targets(targets)))
 
     def quantile(self, level: float) -> Tensor:
         """Return the values (n, D) below which the targets fall with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
             raise OptionError(f"must lie between 0 and 1, got {level!r}. For the median, pass 0.5.", argument="level")
-        return self._returned(self._mixture.quantile(float(level)))
+        return self.in_layout(self.distribution.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D) of the central interval that contains a target with the given probability."""
@@ -483,18 +516,15 @@ class RegressionPrediction(_Fields):
             )
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
 
-    def _derived(self) -> tuple[str, ...]:
-        return ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
-
     def to_frame(self) -> Any:
         """Return a pandas data frame with one row per input."""
+        values = self._derived() | {"ood_score": self.ood_score, "distance": self.distance}
         names = ("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
-        return self._frame({name: getattr(self, name) for name in names})
+        return self._frame({name: values[name] for name in names})
 
     def __repr__(self) -> str:
         count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
-        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
-        size = f"{counted(count, 'input')}{at}, {counted(outputs, 'output')}"
+        size = f"{counted(count, 'input')}{_positions(sizes)}, {counted(outputs, 'output')}"
         if not count:
             return f"RegressionPrediction({size})"
         share = float((self.epistemic / self.variance).mean())
@@ -504,15 +534,5 @@ class RegressionPrediction(_Fields):
         )
 
 
-def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) among regression members relative to the noise; this is the outlier score if there are no features.
-
-    Args:
-        weights: mixture weights (K,).
-        means: means (K, n, D) of the members.
-        noise: noise variances (K, n, D) of the members.
-    """
-    wide, shares = to_float64(means), to_float64(weights).to(means.device)
-    between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
-    typical = torch.einsum("k,knd->nd", shares, to_float64(noise))
-    return (between / typical).log1p().mean(1).to(means)
+def _positions(sizes: Sequence[int]) -> str:
+    return f" at {' x '.join(map(str, sizes))} positions" if sizes else ""

@@ -11,13 +11,10 @@ The remaining entropy is epistemic, because training data near the input would r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from molaplace.likelihoods.base import ClassificationLikelihood, OutputSpread, mixed
-from molaplace.numerics import sobol_normals
+from torch.nn import functional
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two and at
@@ -67,72 +64,44 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return raised / total, entropies.squeeze(-1)
 
 
-def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, of shape (n,), or (n, C) for multi-label data.
+def mutual_information(total: Tensor, member_entropies: Tensor, weights: Tensor) -> Tensor:
+    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`.
 
     Args:
-        member_probs: probabilities (K, n, C) of the members.
+        total: entropies (...) of the mixture.
+        member_entropies: entropies (K, ...) of the members.
         weights: mixture weights (K,).
-        likelihood: likelihood of the mixture.
     """
-    between = entropy(likelihood.choices(torch.einsum("k,knc->nc", weights.to(member_probs), member_probs)))
-    within = torch.einsum("k,k...->...", weights.to(member_probs), entropy(likelihood.choices(member_probs)))
-    return (between - within).clamp_min(0)
+    within = torch.einsum("k,k...->...", weights.to(member_entropies), member_entropies)
+    return (total - within).clamp_min(0)
 
 
-def epistemic_share(
-    likelihood: ClassificationLikelihood,
-    means: Sequence[Tensor],
-    spreads: Sequence[OutputSpread | None],
-    weights: Tensor,
-    seed: int = 0,
-) -> Tensor:
-    """Return the share (n,) of a mixture's entropy that is mutual information between the label and the weights.
-
-    For multi-label data, the shape is (n, C). For mutually exclusive classes, the mutual information within a component has no closed
-    form, so it is estimated from Sobol draws. The share is computed from the entropy of the draws, so it lies between 0 and 1 for
-    every link; it is exact if the components have no covariance.
-
-    Args:
-        likelihood: likelihood of the mixture.
-        means: logits (n, C) of each component.
-        spreads: spread of each component's logits; None if there is no covariance.
-        weights: mixture weights (K,).
-        seed: seed for the draws, which all components share.
-    """
-    if not likelihood.mutually_exclusive:
-        return _label_share(means, spreads, weights)
-    classes, quarters, within = means[0].shape[1], [], []
-    for mean, spread in zip(means, spreads, strict=True):
-        if spread is None:
-            probs, entropies = softmax_and_entropy(mean)
-            quarters.append(probs[:, None].expand(-1, 4, -1))
-            within.append(entropies)
-        else:
-            affordable = max(FEWEST_DRAWS, min(MOST_DRAWS, DRAWN_LOGITS // classes))
-            draws = 2 ** (affordable.bit_length() - 1)
-            noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
-            probs, entropies = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
-            quarters.append(probs.view(mean.shape[0], 4, draws // 4, classes).mean(2))
-            within.append(entropies.mean(1))
-    return _share(_entropy_limit(mixed(weights, quarters)), mixed(weights, within))
-
-
-def _share(total: Tensor, within: Tensor) -> Tensor:
+def unexplained_share(total: Tensor, within: Tensor) -> Tensor:
+    """Return the share of the entropy of a mean that the mean of the entropies does not explain, clamped to [0, 1]."""
     return (1 - torch.where(total <= 0, 1.0, within / total)).clamp(0, 1)
 
 
-def _entropy_limit(quarters: Tensor) -> Tensor:
-    # From the means (n, 4, C) over the four quarters of the draws, estimate the entropy of the mean over infinitely many draws. The
-    # entropy of a mean of S draws is too small by an amount that falls as S grows. The entropy is therefore computed for the quarters,
-    # the halves and all draws, and the gains from the two doublings are extrapolated as a geometric series.
+def num_draws(classes: int) -> int:
+    """Return the number of draws of C logits from which an epistemic share is estimated, a power of two."""
+    affordable = max(FEWEST_DRAWS, min(MOST_DRAWS, DRAWN_LOGITS // classes))
+    return int(2 ** (affordable.bit_length() - 1))
+
+
+def entropy_limit(quarters: Tensor) -> Tensor:
+    """Estimate the entropy of the mean over infinitely many draws, given the means (n, 4, C) over the four quarters of the draws.
+
+    The entropy of a mean of S draws is too small by an amount that falls as S grows. The entropy is therefore computed for the
+    quarters, the halves and all draws, and the gains from the two doublings are extrapolated as a geometric series.
+    """
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
-    whole = entropy(halves.mean(1))
-    half, quarter = entropy(halves).mean(1), entropy(quarters).mean(1)
-    last, before = (whole - half).clamp_min(0), (half - quarter).clamp_min(0)
-    factor = (last / before.clamp_min(torch.finfo(before.dtype).tiny)).clamp(0.5, SLOWEST_GAIN)
-    limit = whole + last * factor / (1 - factor)
-    return torch.maximum(whole, limit.clamp_max(math.log(quarters.shape[-1])))
+    by_quarters = entropy(quarters).mean(1)
+    by_halves = entropy(halves).mean(1)
+    by_all = entropy(halves.mean(1))
+    first_gain = (by_halves - by_quarters).clamp_min(0)
+    second_gain = (by_all - by_halves).clamp_min(0)
+    ratio = (second_gain / first_gain.clamp_min(torch.finfo(first_gain.dtype).tiny)).clamp(0.5, SLOWEST_GAIN)
+    limit = by_all + second_gain * ratio / (1 - ratio)
+    return torch.maximum(by_all, limit.clamp_max(math.log(quarters.shape[-1])))
 
 
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,13 +121,13 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     width = torch.where(clipped, spread, 1.0)
     low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-WIDE), -WIDE)
     high = torch.where(clipped, ((FLAT - mean) / width).clamp_max(WIDE), WIDE)
-    places = torch.linspace(0, 1, NODES, dtype=mean.dtype, device=mean.device)
-    steps = low[..., None] + (high - low)[..., None] * places
+    fractions = torch.linspace(0, 1, NODES, dtype=mean.dtype, device=mean.device)
+    steps = low[..., None] + (high - low)[..., None] * fractions
     mass = (-steps.square() / 2).exp() * ((high - low) / ((NODES - 1) * math.sqrt(2 * math.pi)))[..., None]
     nodes = mean[..., None] + spread[..., None] * steps
-    yes, no = torch.sigmoid(nodes), torch.sigmoid(-nodes)
-    softplus = torch.nn.functional.softplus
-    entropies = yes * softplus(-nodes) + no * softplus(nodes)
+    yes = torch.sigmoid(nodes)
+    no = torch.sigmoid(-nodes)
+    entropies = yes * functional.softplus(-nodes) + no * functional.softplus(nodes)
     narrow = math.sqrt(math.pi / 8)
     rest = ((yes - _normal_cdf(narrow * nodes)) * mass).sum(-1)
     probit = _normal_cdf(mean * narrow / (1 + math.pi / 8 * spread.square()).sqrt())
@@ -168,13 +137,3 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 def _normal_cdf(values: Tensor) -> Tensor:
     # Use erf, because ONNX has neither ndtr nor erfc.
     return (1 + torch.erf(values / math.sqrt(2))) / 2
-
-
-def _label_share(means: Sequence[Tensor], spreads: Sequence[OutputSpread | None], weights: Tensor) -> Tensor:
-    # Each logit is a single Gaussian variable, so no draws are needed.
-    pairs = [
-        expected_sigmoid(mean, torch.zeros_like(mean) if spread is None else spread.variance())
-        for mean, spread in zip(means, spreads, strict=True)
-    ]
-    yes = mixed(weights, [one for one, _ in pairs])
-    return _share(entropy(torch.stack([1 - yes, yes], -1)), mixed(weights, [two for _, two in pairs]))

@@ -226,8 +226,8 @@ class TestTemperature:
     @quiet
     def test_a_link_of_ones_own_is_tuned_too(self, trained):
         class Halved(Probit):
-            def __call__(self, mean, spread, likelihood, seed=None):
-                return likelihood.probabilities(mean / (2 * (1 + spread.variance())))
+            def __call__(self, mean, spread, inverse_link, seed=None):
+                return inverse_link(mean / (2 * (1 + spread.variance())))
 
         members, train, validation = trained
         tuned = mola.fit(members, train, link=Halved()).tune(validation, rule=Score("nll", grid=GRID))

@@ -403,8 +403,8 @@ def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
 def _difference(prediction: Any, found: Tensor, name: str, limit: float) -> float:
     expected = getattr(prediction, name).double()
     if name == "label":
-        best, second = prediction._choices.double().topk(2).values.unbind(-1)
-        return float(((found != expected) & prediction._placed(best - second >= limit)).double().max())
+        best, second = prediction.distribution.choices.double().topk(2).values.unbind(-1)
+        return float(((found != expected) & prediction.in_layout(best - second >= limit)).double().max())
     unit = 1.0
     if not prediction.likelihood.classification and name not in ("ood_score", "distance"):
         deviation = float(prediction.std.max())

@@ -8,13 +8,12 @@ from molaplace.likelihoods.base import (
     Members,
     OutputCurvature,
     OutputSpread,
-    Predictive,
     RegressionLikelihood,
-    RegressionPredictive,
 )
 from molaplace.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
 from molaplace.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
 from molaplace.likelihoods.gaussian import GAUSSIAN, Gaussian, NormalMixture
+from molaplace.likelihoods.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from molaplace.options import resolve
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "Categorical",
     "CategoricalPredictive",
     "ClassificationLikelihood",
+    "ClassificationPredictive",
     "Gaussian",
     "InverseLink",
     "Likelihood",

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from molaplace.errors import HeadError
+from molaplace.likelihoods.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from molaplace.numerics import Generator
 from molaplace.sums import Sums
 
@@ -85,6 +86,8 @@ class Members:
     """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; in a search, a tensor (...)."""
     likelihoods: Sequence[Likelihood]
     """Likelihood of each member. In regression, the noise may differ between members."""
+    temperature: float | Tensor = 1.0
+    """Temperature T, a factor of every divisor; in a search, a tensor (...). In regression, it multiplies the noise."""
 
     def scaled(self) -> tuple[Sequence[Tensor], Sequence[OutputSpread | None]]:
         """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
@@ -92,59 +95,6 @@ class Members:
         pairs = zip(self.spreads, self.divisors, strict=True)
         spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
         return pooled(means, self.weights, self.pooling), spreads
-
-
-class Predictive(Protocol):
-    """The predictive distribution for n data points. In a search, the leading dimensions index the candidates."""
-
-    def point(self) -> Tensor:
-        """Return the result of calling the posterior: probabilities (..., n, C) or means (..., n, D)."""
-
-    def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return scores (..., m), keyed by name, for each datum or, with multi-label data, for each known label."""
-
-
-@dataclass(frozen=True)
-class RegressionPredictive(ABC):
-    """For each of D outputs, a mixture of K distributions, described by their moments in the targets' units."""
-
-    weights: Tensor
-    """Mixture weights (K,)."""
-    means: Tensor
-    """Means (K, ..., n, D) of the components."""
-    variances: Tensor
-    """Variances (K, ..., n, D) of the components, including the noise."""
-    noises: Tensor
-    """Variances (K, ..., n, D) of the noise, before any scaling."""
-
-    def point(self) -> Tensor:
-        """Return the mixture's mean (..., n, D)."""
-        return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
-
-    def component(self, index: int) -> Self:
-        """Return the distribution of one component."""
-        parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
-        return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
-
-    def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return each datum's joint log loss, "nll" (..., n), and its CRPS averaged over the outputs, "crps" (..., n)."""
-        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
-
-    @abstractmethod
-    def log_density(self, targets: Tensor) -> Tensor:
-        """Return the joint log density (..., n) of targets (n, D)."""
-
-    @abstractmethod
-    def cdf(self, values: Tensor) -> Tensor:
-        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
-
-    @abstractmethod
-    def quantile(self, level: float) -> Tensor:
-        """Return the values (..., n, D) below which the targets fall with probability `level`."""
-
-    @abstractmethod
-    def crps(self, targets: Tensor) -> Tensor:
-        """Return the continuous ranked probability score (..., n, D) of the targets."""
 
 
 InverseLink = Callable[[Tensor], Tensor]
@@ -165,6 +115,8 @@ class Likelihood(ABC):
     """True for classification (classes or binary labels), False for regression."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
+    output_noun: tuple[str, str] = ("output", "outputs")
+    """What an output is called in messages, as singular and plural."""
 
     def settings(self) -> dict[str, Any]:
         """Return the likelihood's constructor arguments as a JSON-serialisable dictionary."""
@@ -253,33 +205,45 @@ class ClassificationLikelihood(Likelihood):
         means, spreads = members.scaled()
         return [link(mean, spread, self.probabilities, seed) for mean, spread in zip(means, spreads, strict=True)]
 
-    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> ClassificationPredictive:
         """Return `sum_k w_k link(m_k, S_k)`."""
         return self.distribution(mixed(members.weights, self.member_probabilities(members, link, seed)))
 
     @abstractmethod
-    def distribution(self, probs: Tensor) -> Predictive:
+    def distribution(self, probs: Tensor) -> ClassificationPredictive:
         """Return the predictive distribution with the given probabilities (..., n, C)."""
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return probabilities (..., C) for logits (..., C)."""
 
-    @abstractmethod
-    def num_choices(self, outputs: int) -> int:
-        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
-
-    @abstractmethod
-    def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities of all choices, of shape (..., C) for classes, or (..., C, 2) for binary labels (no, yes)."""
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Return the most probable choices, of shape (n,) or (n, C), for outputs (n, C)."""
+        return self.distribution(self.probabilities(outputs)).predicted()
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
         """Return the true choices as int64, of shape (n,) or (n, C), with -1 for missing labels."""
 
-    def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the most probable choices, of shape (n,) or (n, C), for outputs (n, C)."""
-        return self.choices(self.probabilities(outputs)).argmax(-1)
+    @abstractmethod
+    def num_choices(self, outputs: int) -> int:
+        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
+
+    @abstractmethod
+    def epistemic_share(self, members: Members, seed: int = 0) -> Tensor:
+        """Return the share of a mixture's entropy that is mutual information between the label and the weights.
+
+        The share lies between 0 and 1 for every link. Its shape is (n,), or (n, C) for binary labels. Likelihoods that draw samples
+        are seeded with `seed`, and all members share the draws.
+        """
+
+    @abstractmethod
+    def margin(self, logits: Tensor) -> Tensor:
+        """Return by how much the logits (..., C) favour the predicted choice, of shape (...), averaged over binary labels."""
+
+    @abstractmethod
+    def energy(self, logits: Tensor) -> Tensor:
+        """Return the free energy (...) of logits (..., C); a higher energy means a more outlying input."""
 
 
 class RegressionLikelihood(Likelihood):
@@ -304,8 +268,9 @@ def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) 
     """Contract members z_k (..., n, C) towards their weighted mean z: `z + c (z_k - z)`. If c = 1, return them unchanged."""
     if not isinstance(pooling, Tensor) and pooling == 1:
         return members
-    mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
-    return [mean + c * (member - mean) for member in members]
+    mean = mixed(weights, members)
+    coefficient = pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
+    return [mean + coefficient * (member - mean) for member in members]
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
-from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+from molaplace.likelihoods.base import ClassificationLikelihood, Members, OutputCurvature, Ran, matrix_of, mixed
+from molaplace.likelihoods.predictive import ClassificationPredictive
 from molaplace.numerics import to_float64
 from molaplace.options import counted
+from molaplace.uncertainty import expected_sigmoid, unexplained_share
 
 MISSING = -100
 """Value that, like NaN, marks a missing label. It is the default `ignore_index` of PyTorch's losses."""
@@ -27,14 +29,21 @@ ENOUGH_OUTPUTS = 64
 
 
 @dataclass(frozen=True)
-class BernoulliPredictive:
+class BernoulliPredictive(ClassificationPredictive):
     """Probabilities (..., n, C) of "yes"."""
 
-    probs: Tensor
+    @property
+    def choices(self) -> Tensor:
+        """Probabilities (..., n, C, 2) of "no" and "yes"."""
+        return torch.stack([1 - self.probs, self.probs], dim=-1)
 
-    def point(self) -> Tensor:
-        """Return the probabilities of "yes"."""
-        return self.probs
+    def outlier_score(self) -> Tensor:
+        """Return one minus the probability of the predicted value, averaged over the labels, of shape (..., n)."""
+        return (1 - self.confidence()).mean(-1)
+
+    def scored_rows(self, labels: Tensor) -> Tensor:
+        """Return the index (m,) of the datum to which each known label belongs."""
+        return (~labels.isnan()).nonzero()[:, 0]
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the log loss, Brier score, confidence and correctness (..., m) for each known label, in float64.
@@ -62,6 +71,7 @@ class Bernoulli(ClassificationLikelihood):
 
     name = "bernoulli"
     default_rule = "calibrated"
+    output_noun = ("label", "labels")
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits of shape (n, C), given outputs of shape (n,) or (n, C)."""
@@ -145,17 +155,38 @@ class Bernoulli(ClassificationLikelihood):
             yes = torch.where(labels[:, 0].isnan(), yes, labels[:, 0] > 0.5)
         return yes.long()
 
-    def num_choices(self, outputs: int) -> int:
-        """Return 2, the number of answers: no and yes."""
-        return 2
-
-    def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities (..., C, 2) of "no" and "yes"."""
-        return torch.stack([1 - probs, probs], dim=-1)
-
     def targets(self, labels: Tensor) -> Tensor:
         """Return labels (n, C) as int64: 0, 1, or -1 for a missing label."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
+
+    def num_choices(self, outputs: int) -> int:
+        """Return 2, the number of values of a label: no and yes."""
+        return 2
+
+    def epistemic_share(self, members: Members, seed: int = 0) -> Tensor:
+        """Return the share (n, C) of each label's entropy. Each logit is a single Gaussian variable, so no draws are needed."""
+        means, spreads = members.scaled()
+        probs = []
+        entropies = []
+        for mean, spread in zip(means, spreads, strict=True):
+            yes, uncertainty = expected_sigmoid(mean, torch.zeros_like(mean) if spread is None else spread.variance())
+            probs.append(yes)
+            entropies.append(uncertainty)
+        total = self.distribution(mixed(members.weights, probs)).entropy()
+        return unexplained_share(total, mixed(members.weights, entropies))
+
+    def margin(self, logits: Tensor) -> Tensor:
+        """Return half of the mean absolute logit: each logit is compared with a second logit fixed at 0."""
+        return logits.abs().mean(-1) / 2
+
+    def energy(self, logits: Tensor) -> Tensor:
+        r"""Return :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021).
+
+        An input with no predicted label is treated as unlike the training data. For a single label, however, a confident "no" is as
+        typical as a confident "yes", so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
+        """
+        energy = -functional.softplus(logits)
+        return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

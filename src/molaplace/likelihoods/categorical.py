@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, HeadError
-from molaplace.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
-from molaplace.numerics import to_float64
+from molaplace.likelihoods.base import ClassificationLikelihood, Members, OutputCurvature, Ran, matrix_of, mixed
+from molaplace.likelihoods.predictive import ClassificationPredictive
+from molaplace.numerics import sobol_normals, to_float64
+from molaplace.uncertainty import entropy_limit, num_draws, softmax_and_entropy, unexplained_share
 
 ENOUGH_ROWS = 4
 """Minimum number of rows needed to distinguish probabilities from logits. With only a few rows, the logits in every row may sum to 1
@@ -17,14 +19,21 @@ by chance."""
 
 
 @dataclass(frozen=True)
-class CategoricalPredictive:
-    """Probabilities (..., n, C) of the classes."""
+class CategoricalPredictive(ClassificationPredictive):
+    """Probabilities (..., n, C) of mutually exclusive classes."""
 
-    probs: Tensor
-
-    def point(self) -> Tensor:
-        """Return the probabilities."""
+    @property
+    def choices(self) -> Tensor:
+        """Probabilities (..., n, C) of the classes."""
         return self.probs
+
+    def outlier_score(self) -> Tensor:
+        """Return one minus the largest probability (..., n)."""
+        return 1 - self.confidence()
+
+    def scored_rows(self, labels: Tensor) -> Tensor:
+        """Return the index (n,) of each datum."""
+        return torch.arange(len(labels), device=labels.device)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the log loss, Brier score, confidence and correctness (..., n) for each datum, in float64.
@@ -50,6 +59,7 @@ class Categorical(ClassificationLikelihood):
     name = "categorical"
     mutually_exclusive = True
     default_rule = "calibrated"
+    output_noun = ("class", "classes")
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits (n, C), or raise `HeadError`."""
@@ -126,17 +136,43 @@ class Categorical(ClassificationLikelihood):
         """Return the label of each datum, or its predicted class if `labels` is None."""
         return outputs.argmax(1) if labels is None else labels
 
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels (n,), unchanged."""
+        return labels
+
     def num_choices(self, outputs: int) -> int:
         """Return the number of classes C."""
         return outputs
 
-    def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities (..., C) of the classes, unchanged."""
-        return probs
+    def epistemic_share(self, members: Members, seed: int = 0) -> Tensor:
+        """Return the share (n,) of the entropy, estimated from Sobol draws because it has no closed form.
 
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return the labels (n,), unchanged."""
-        return labels
+        The share is computed from the entropy of the draws; it is exact if the members have no covariance.
+        """
+        means, spreads = members.scaled()
+        draws = num_draws(means[0].shape[-1])
+        quarters = []
+        entropies = []
+        for mean, spread in zip(means, spreads, strict=True):
+            if spread is None:
+                probs, uncertainty = softmax_and_entropy(mean)
+                quarters.append(probs[:, None].expand(-1, 4, -1))
+            else:
+                noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
+                probs, each = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
+                quarters.append(probs.view(*mean.shape[:1], 4, draws // 4, mean.shape[1]).mean(2))
+                uncertainty = each.mean(1)
+            entropies.append(uncertainty)
+        total = entropy_limit(mixed(members.weights, quarters))
+        return unexplained_share(total, mixed(members.weights, entropies))
+
+    def margin(self, logits: Tensor) -> Tensor:
+        """Return the largest logit minus the mean of the logits."""
+        return logits.amax(-1) - logits.mean(-1)
+
+    def energy(self, logits: Tensor) -> Tensor:
+        r"""Return :math:`-\log \sum_c \exp f_c` (Liu et al., 2020)."""
+        return -torch.logsumexp(logits, dim=-1)
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

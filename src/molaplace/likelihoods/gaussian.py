@@ -36,10 +36,10 @@ from molaplace.likelihoods.base import (
     OutputCurvature,
     Ran,
     RegressionLikelihood,
-    RegressionPredictive,
     matrix_of,
     pooled,
 )
+from molaplace.likelihoods.predictive import RegressionPredictive
 from molaplace.numerics import to_float64
 from molaplace.options import counted, is_real, one_of
 from molaplace.sums import Sums
@@ -299,20 +299,27 @@ class Gaussian(RegressionLikelihood):
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
         """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""
-        means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
-        pairs = zip(members.likelihoods, members.outputs, strict=True)
-        noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]
-        variances = [
-            (noise if spread is None else noise + spread.variance()) * divisor.square()
-            for noise, spread, divisor in zip(noises, members.spreads, members.divisors, strict=True)
-        ]
-        shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))  # type: ignore[no-untyped-call]
-        means, variances, noises = ([one.expand(shape) for one in some] for some in (means, variances, noises))
+        means = pooled([self.means(outputs) for outputs in members.outputs], members.weights, members.pooling)
+        temperature = members.temperature
+        scale = temperature[..., None, None] if isinstance(temperature, Tensor) else temperature
+        noises = []
+        variances = []
+        rows = zip(members.likelihoods, members.outputs, members.spreads, members.divisors, strict=True)
+        for likelihood, outputs, spread, divisor in rows:
+            assert isinstance(likelihood, Gaussian)
+            noise = likelihood.noise_variance(outputs)
+            noises.append(noise * scale**2)
+            variances.append((noise if spread is None else noise + spread.variance()) * divisor.square())
+        shape = torch.broadcast_shapes(*(values.shape for values in (*means, *variances)))  # type: ignore[no-untyped-call]
+
+        def stacked(values: Sequence[Tensor]) -> Tensor:
+            return torch.stack([value.expand(shape) for value in values])
+
         return NormalMixture(
             members.weights,
-            self.in_units(torch.stack(means)),
-            self.variance_in_units(torch.stack(variances)),
-            self.variance_in_units(torch.stack(noises)),
+            self.in_units(stacked(means)),
+            self.variance_in_units(stacked(variances)),
+            self.variance_in_units(stacked(noises)),
         )
 
 

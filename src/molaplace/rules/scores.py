@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from molaplace.likelihoods import ClassificationLikelihood, Likelihood, Predictive
+from molaplace.likelihoods import ClassificationLikelihood, ClassificationPredictive, Likelihood, Predictive
 from molaplace.metrics import bin_sums, calibration_gaps
 from molaplace.rules.held_out import HeldOut
 from molaplace.scaling import Candidates
@@ -38,7 +38,8 @@ def without_labels(likelihood: Likelihood) -> ScoreFunction:
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
-        choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for multi-label data
+        assert isinstance(predictive, ClassificationPredictive)
+        choices = predictive.choices  # (L, n, C), or (L, n, C, 2) for multi-label data
         uniformity = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
         return {"confidence": choices.amax(-1).flatten(1), "uniformity": uniformity.flatten(1)}
 
