@@ -22,9 +22,8 @@ from molaplace.distributed import Team
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian
 from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
-from molaplace.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
+from molaplace.outliers import max_logit_score, max_probability_score
 from molaplace.prediction import Field, Prediction, RegressionPrediction
-from molaplace.uncertainty import entropy
 
 INPUT = "input"
 """Name of the column that holds the index of each row's input, in tables in which an input can have several rows."""
@@ -198,7 +197,7 @@ class PredictionColumns:
 def _classification_columns(
     probs: Tensor, labels: Tensor | None, likelihood: ClassificationLikelihood, where: str, *, dense: bool
 ) -> dict[str, Tensor]:
-    confidence, predicted = likelihood.choices(probs.double()).max(-1)
+    confidence, predicted = likelihood.distribution(probs.double()).choices.max(-1)
     columns = {"confidence": confidence, "predicted": predicted}
     truth = None
     if labels is not None:
@@ -288,15 +287,15 @@ def outlier_scores(
     Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
     """
     exact = probs.double()
-    entropies = entropy(likelihood.choices(exact))
+    distribution = likelihood.distribution(exact)
+    entropies = distribution.entropy()
     scores = {
-        "max probability": max_probability_score(exact, likelihood),
+        "max probability": distribution.outlier_score(),
         "entropy": entropies if likelihood.mutually_exclusive else entropies.mean(-1),
     }
     if logits is not None:
         shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights
-        energy = energy_score if likelihood.mutually_exclusive else label_energy_score
-        for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
+        for name, score in (("energy", likelihood.energy), ("maximum logit", max_logit_score)):
             scores[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
     return scores if ood_score is None else {**scores, "ood score": ood_score.double()}
 
