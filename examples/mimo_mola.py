@@ -3,9 +3,8 @@
     python examples/mimo_mola.py
 
 A MIMO network takes three digits at once and has a head for each digit. At test time, it is given the same digit three times, and its
-heads form an ensemble at the cost of one network. `molaplace_lab.mimo.mimo_mola` fits a Laplace approximation to each head. This example
-compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
-'molaplace[bench]'`.
+heads form an ensemble at the cost of one network. `mola.fit` fits a Laplace approximation to each head. This example compares one
+network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs a clone and `pip install 'molaplace[bench]'`.
 """
 
 import argparse
@@ -15,10 +14,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import molaplace as mola
-import molaplace_lab.mimo
 from molaplace import metrics
 from molaplace.demo import natural_patches, uniform_noise
-from molaplace_lab.training import train_mimo
+from molaplace_lab.mimo import Mimo, train_mimo
 
 MEMBERS = 3
 EPOCHS = 60
@@ -71,7 +69,7 @@ def main() -> None:
     shuffled = Shuffled(*train_set)
 
     # Build one network with three inputs and three heads from this architecture, and train it from scratch.
-    mimo = molaplace_lab.mimo.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
+    mimo = Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
@@ -80,9 +78,9 @@ def main() -> None:
     # outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
-        "MIMO": mimo,
-        "MIMO-MoLA": molaplace_lab.mimo.mimo_mola(mimo, [train_set], [val_set]),
-        "MIMO-MoLA, kron": molaplace_lab.mimo.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
+        "MIMO": mola.ensemble(mimo.networks),
+        "MIMO-MoLA": mola.fit(mimo.networks, [train_set], [val_set], structure="full"),
+        "MIMO-MoLA, kron": mola.fit(mimo.networks, [train_set], [val_set]),
     }
     outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
 

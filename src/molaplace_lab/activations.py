@@ -21,10 +21,11 @@ from molaplace.component import Component
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, located
 from molaplace.likelihoods import CATEGORICAL
-from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, state_checksum, stream
+from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
 from molaplace.saving.weights import load_weights
 from molaplace_lab.activations_file import HeadOnly, Stored, write_rows
-from molaplace_lab.suite import Source, checksum
+from molaplace_lab.checksums import checksum, network_checksum
+from molaplace_lab.suite import Source
 
 Progress = Callable[[str, float], None]
 
@@ -81,11 +82,6 @@ class Network:
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], architecture: str) -> list[Network]:
     """Open the networks stored in `paths`; `build` returns a network with their common architecture."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), architecture)) for path in paths]
-
-
-def network_checksum(network: nn.Module, architecture: str) -> str:
-    """Return a checksum of the name of the network's architecture and of the names, dtypes, shapes and bytes of its weights."""
-    return checksum(architecture, state_checksum(network))
 
 
 class Activations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from molaplace.outliers import max_probability_score
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations import Activations, Network, fast_inputs
 from molaplace_lab.activations_file import BATCH, TensorFile, write_rows
+from molaplace_lab.checksums import checksum
 from molaplace_lab.methods import BatchPrediction, Material
-from molaplace_lab.suite import Source, Suite, TrainingData, checksum
+from molaplace_lab.suite import Source, Suite, TrainingData
 
 Predictor = Callable[[Tensor], Tensor]
 """Function that maps a batch of inputs to the class probabilities (n, C) predicted by one draw or one ensemble member."""
@@ -77,18 +78,17 @@ class Context(Material):
         return self.activations.directory / kind / key
 
     def predictions(
-        self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
+        self, name: str, predictors: Mapping[str, Sequence[Predictor]]
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
         """Yield mean predictions and labels for a set in chunks. Predictions are computed once and stored on disk.
 
-        `predictors` maps keys, which identify the stored predictions, to functions that yield predictors one at a time. The
-        predictions of all predictors from the same function are averaged.
+        `predictors` maps keys, which identify the stored predictions, to predictors whose predictions are averaged.
         """
         source, files = self.sources[name], []
-        for key, make in predictors.items():
+        for key, members in predictors.items():
             path = self.activations.directory / "predictions" / key / f"{source.checksum}.safetensors"
             if not path.exists():
-                found = StoredPrediction.mean(self._predict(predictor, source) for predictor in make())
+                found = StoredPrediction.mean(self._predict(predictor, source) for predictor in members)
                 columns = {"probs": found.probs, "entropy": found.own_entropy}
                 write_rows(path, [columns], source.count, {}, {"set": source.name})
             files.append(TensorFile(path, "predictions"))

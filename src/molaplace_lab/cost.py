@@ -20,9 +20,16 @@ from molaplace_lab.activations import Network, Progress
 from molaplace_lab.mimo import Mimo
 from molaplace_lab.runner import environment
 from molaplace_lab.suite import Budget, Source, SwagBudget
-from molaplace_lab.swag import MultiSwag
-from molaplace_lab.training.loop import train_epoch
-from molaplace_lab.training.swag import fit_swag, norm_layers, recompute_statistics, swag_loss
+from molaplace_lab.swag import (
+    Moments,
+    class_probabilities,
+    draw_network,
+    fit_moments,
+    norm_layers,
+    recompute_statistics,
+    swag_loss,
+)
+from molaplace_lab.training import train_epoch
 
 REPEATS = 5
 
@@ -42,6 +49,8 @@ class _Method:
     """Networks that are stored in addition to the predictor's files."""
     test: Loader
     fit: Sequence[Work] = ()
+    tensors: Sequence[Tensor] = ()
+    """Tensors that are stored in addition to the networks."""
 
 
 def measure_cost(
@@ -94,13 +103,15 @@ def measure_cost(
 
     rows = [
         {
-            "method": one.name,
-            "fit_seconds": sum(n * extended(one.name, part, loader) for part, (_, loader, n) in enumerate(one.fit))
+            "method": method.name,
+            "fit_seconds": sum(
+                calls * extended(method.name, part, loader) for part, (_, loader, calls) in enumerate(method.fit)
+            )
             or None,
-            "predict_seconds": median[one.name, "predict", 0] * _count(testing) / _count(one.test),
-            "bytes": _bytes(one),
+            "predict_seconds": median[method.name, "predict", 0] * _count(testing) / _count(method.test),
+            "bytes": _bytes(method),
         }
-        for one in methods
+        for method in methods
     ]
     settings = {
         "components": len(networks),
@@ -122,11 +133,11 @@ def measure_cost(
 def _methods(
     models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget | None
 ) -> list[_Method]:
-    def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Method:
+    def fitted(name: str, members: Sequence[nn.Module], **options: Any) -> _Method:
         def fit(batches: Loader) -> mola.MoLA:
-            return mola.fit(given, batches, progress=False, **options)
+            return mola.fit(members, batches, progress=False, **options)
 
-        return _Method(name, fit(fitting), given, testing, [(fit, fitting, 1)])
+        return _Method(name, fit(fitting), members, testing, [(fit, fitting, 1)])
 
     laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
     methods = [
@@ -135,26 +146,37 @@ def _methods(
         *laplace,
         *(
             # The cost does not depend on the exponent.
-            replace(one, name=f"{one.name} (distance)", predictor=one.predictor.with_distance_exponent(1.0))
-            for one in laplace
+            replace(method, name=f"{method.name} (distance)", predictor=method.predictor.with_distance_exponent(1.0))
+            for method in laplace
         ),
     ]
     if budget is None:
         return methods
     # Measure SWAG's training on a quarter of the batches, because it is slower than prediction.
-    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]
-    # To time predictions, fit full-size SWAGs on a single batch, with tiny steps that keep activations finite.
-    options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
-    swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
+    part = fitting[: max(2, len(fitting) // 4)]
     work = _swag_work(models[0], part, budget.swag)
+    swags = [_swag(model, fitting[:1], budget.swag) for model in models]
+    draws = [partial(class_probabilities, network) for networks, _ in swags for network in networks]
+    tensors = [tensor for _, moments in swags for tensor in moments.tensors().values()]
+    single = budget.swag.samples
+    work_of_all = [(run, loader, calls * len(models)) for run, loader, calls in work]
     mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
     return [
         *methods,
-        _Method("SWAG", swags[0], (), short, work),
-        _Method("MultiSWAG", MultiSwag(swags), (), short, [(run, own, n * len(models)) for run, own, n in work]),
-        _Method("MIMO", mimo, [mimo], testing),
+        _Method("SWAG", mola.Mixture(draws[:single]), (), short, work, tensors[: len(tensors) // len(models)]),
+        _Method("MultiSWAG", mola.Mixture(draws), (), short, work_of_all, tensors),
+        _Method("MIMO", mimo.eval(), [mimo], testing),
         fitted("MIMO-MoLA", mimo.networks, structure="full"),
     ]
+
+
+def _swag(model: nn.Module, batches: Loader, budget: SwagBudget) -> tuple[list[nn.Module], Moments]:
+    # To time predictions, fit a full-size SWAG on a single batch, with tiny steps that keep activations finite.
+    network = copy.deepcopy(model)
+    count = budget.snapshots
+    moments = fit_moments(network, batches, learning_rate=1e-9, epochs=count, rank=count, progress=False)
+    draws = [draw_network(network, moments, 0, index, 0.5) for index in range(budget.samples)]
+    return [draw.eval() for draw in draws], moments
 
 
 def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[Work]:
@@ -205,9 +227,9 @@ def _predict(predictor: Any, batches: Loader) -> None:
 def _bytes(method: _Method) -> int:
     # Heads may share a trunk, which must be counted only once.
     tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
-    networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if method.name in ("MAP", "DE", "MIMO"):  # count only the networks
-        return networks
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *method.tensors))
+    if not isinstance(method.predictor, mola.MoLA) or method.predictor.structure is None:
+        return size
     with tempfile.TemporaryDirectory() as folder:
         path = method.predictor.save(folder)
-        return networks + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return size + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -6,85 +6,53 @@ which sequences are padded. For any one input, the average has the same distribu
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from molaplace.errors import OptionError, located
-from molaplace.likelihoods import Likelihood
-from molaplace.mixture import Mixture
-from molaplace.network import Inputs, evaluating
-from molaplace.numerics import check_seed
-from molaplace.options import whole_number
-from molaplace_lab.members import derived_seeds, homoscedastic, member_output
+import molaplace as mola
+from molaplace.errors import OptionError
+from molaplace_lab.training import derived_seeds
 
-MASKS = 0  # the `purpose` that makes the seeds for masks independent of other seeds
-
-_lock = threading.RLock()  # one pass at a time, because the masks are applied by hooks on the user's layers
+MASKS = 0  # the purpose of the seeds for masks
 
 
-class McDropout(Mixture):
-    """A predictor that averages a trained network over random dropout masks. Layers other than dropout run in eval mode.
+class MaskedNetwork(nn.Module):
+    """A trained classifier whose dropout layers apply the masks that a seed determines. All other layers are in eval mode."""
 
-    The network, the number of draws and the seed determine the predictions, so there is nothing else to save.
+    def __init__(self, network: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.network: nn.Module = network
+        self.seed: int = seed
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Return the class probabilities (n, C) of a batch: a tensor, or a mapping of keyword arguments."""
+        with _masked(self.network, self.seed):
+            logits = self.network(**inputs) if isinstance(inputs, Mapping) else self.network(inputs)
+        return logits.softmax(1)
+
+
+def mc_dropout(network: nn.Module, samples: int = 30, *, seed: int = 0) -> mola.Mixture:
+    """Return the mixture of a network's predictions over draws of its dropout masks.
 
     Args:
         network: the trained network, which is not modified. Dropout must be applied by layers (`nn.Dropout` or its variants), because
             calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of each input is the batch dimension.
         samples: number of draws.
         seed: random seed for the masks.
-        likelihood: likelihood of the outputs, as in `mola.fit`.
     """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        samples: int = 30,
-        *,
-        seed: int = 0,
-        likelihood: str | Likelihood = "categorical",
-    ) -> None:
-        samples = whole_number(samples, "samples")
-        if not _active(network):
-            raise OptionError(
-                f"{type(network).__name__} has no dropout layer with a probability above 0, so all draws would be identical. Expected "
-                f"nn.Dropout layers or their variants; calls to torch.nn.functional.dropout cannot be detected."
-            )
-        meaning = homoscedastic(likelihood, "Monte Carlo dropout")
-        super().__init__([partial(self._draw, index) for index in range(samples)], likelihood=meaning)
-        self.network: nn.Module = network
-        self.samples: int = samples
-        self.seed: int = check_seed(seed)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module only; the network keeps its own mode and is switched to eval mode for each pass."""
-        self.training = mode
-        return self
-
-    def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
-        return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
-
-    def extra_repr(self) -> str:
-        """Return the text that `repr` shows: the number of draws and the seed."""
-        return f"samples={self.samples}, seed={self.seed}"
-
-    def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        return [self._draw(index, inputs, seed) for index in range(self.samples)]
-
-    def _draw(self, index: int, inputs: Inputs, seed: int | None = None) -> Tensor:
-        own = derived_seeds(self.seed if seed is None else seed, MASKS, index + 1)[index]
-        with _lock, evaluating(self.network), _masked(self.network, own), located("the network"):
-            return member_output(self.network, inputs, self.likelihood)
+    if not _dropout_layers(network):
+        raise OptionError(
+            f"{type(network).__name__} has no dropout layer with a probability above 0, so all draws would be identical."
+        )
+    return mola.Mixture([MaskedNetwork(network, mask_seed) for mask_seed in derived_seeds(seed, MASKS, samples)])
 
 
-def _active(network: nn.Module) -> list[_DropoutNd]:
+def _dropout_layers(network: nn.Module) -> list[_DropoutNd]:
     return [module for module in network.modules() if isinstance(module, _DropoutNd) and module.p > 0]
 
 
@@ -93,7 +61,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
     # In eval mode, PyTorch's fast path for transformers packs padded sequences and bypasses dropout layers.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    handles = [module.register_forward_hook(_drop) for module in _active(network)]
+    handles = [module.register_forward_hook(_drop) for module in _dropout_layers(network)]
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -104,11 +72,12 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
             handle.remove()
 
 
-def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
+def _drop(layer: nn.Module, _: Any, outputs: Tensor) -> Tensor:
     # For a given mask, every kind of dropout is an elementwise affine function, determined by its values at 0 and 1.
-    layer.training, state = True, torch.get_rng_state()
-    offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
+    layer.training = True
+    state = torch.get_rng_state()
+    offset = layer.forward(torch.zeros(1, *outputs.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)
     slope = layer.forward(torch.ones_like(offset)) - offset
     layer.training = False
-    return passed * slope.to(passed) + offset.to(passed)
+    return outputs * slope.to(outputs) + offset.to(outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.errors import collect_warnings
 from molaplace.saving.files import DOCUMENT
-from molaplace_lab.activations import Network, fast_inputs, fast_network, network_checksum
+from molaplace_lab import swag
+from molaplace_lab.activations import Network, fast_inputs, fast_network
 from molaplace_lab.activations_file import Stored
-from molaplace_lab.context import Context, StoredPrediction
+from molaplace_lab.checksums import network_checksum
+from molaplace_lab.context import Context, Predictor, StoredPrediction
+from molaplace_lab.files import read_tensors, write_tensors
 from molaplace_lab.methods import RULES, Fitted, LastLayer
-from molaplace_lab.mimo import Mimo
+from molaplace_lab.mimo import Mimo, train_mimo
 from molaplace_lab.suite import MimoBudget, SwagBudget, TrainingData
-from molaplace_lab.swag import Swag
-from molaplace_lab.training import Recipe, Shuffled, member_seeds, train_mimo
-from molaplace_lab.training import fit_swag as fit_swag_path
+from molaplace_lab.training import Recipe, Shuffled, member_seeds
 
 RESUMED = "the fit time covers only this command, not any earlier training that it resumed."
 
@@ -39,15 +41,16 @@ def _example(training: TrainingData) -> Tensor:
 
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
-) -> Swag:
-    """Fit SWAG to a trained network, or resume an interrupted fit.
+) -> list[nn.Module]:
+    """Fit SWAG to a trained network, or resume an interrupted fit, and return the drawn networks.
 
     The seed is derived from the network, so all runs share the result.
     """
     model = fast_network(network.load().to(device), _example(training))
-    if folder is not None and (folder / "swag" / DOCUMENT).exists():
-        return Swag.load(folder / "swag", model)
-    swag = fit_swag_path(
+    draws_path = None if folder is None else folder / "draws.safetensors"
+    if draws_path is not None and draws_path.exists():
+        return _read_draws(model, draws_path, budget.samples)
+    draws = swag.fit_swag(
         model,
         _loader(training, budget.batch_size, budget.images),
         learning_rate=budget.learning_rate,
@@ -55,12 +58,22 @@ def fit_swag(
         rank=budget.snapshots,
         samples=budget.samples,
         seed=int(network.checksum, 16) % 2**31,
-        checkpoint=folder,
+        checkpoint=None if folder is None else folder / "training.safetensors",
         progress=False,
     )
-    if folder is not None:
-        swag.save(folder / "swag")
-    return swag
+    if draws_path is not None:
+        states = [draw.state_dict() for draw in draws]
+        stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        write_tensors(draws_path, stacked, {})
+    return draws
+
+
+def _read_draws(model: nn.Module, path: Path, samples: int) -> list[nn.Module]:
+    tensors, _ = read_tensors(path)
+    draws = [copy.deepcopy(model) for _ in range(samples)]
+    for index, draw in enumerate(draws):
+        draw.load_state_dict({name: stacked[index] for name, stacked in tensors.items()})
+    return draws
 
 
 def fit_mimo(
@@ -86,7 +99,7 @@ def fit_mimo(
         batch_repetition=budget.batch_repetition,
         optimiser=recipe.make_optimiser,
         seed=seed,
-        checkpoint=folder,
+        checkpoint=None if folder is None else folder / "training.safetensors",
         progress=False,
     )
 
@@ -106,11 +119,12 @@ class SwagMixture:
 
     def fit(self, context: Context) -> Fitted:
         """Fit SWAG for every network, or resume an interrupted fit."""
-        start, swags = time.perf_counter(), dict[str, Swag]()
+        start = time.perf_counter()
+        predictors: dict[str, list[Predictor]] = {}
         for network in context.networks[: self.components]:
             folder = context.folder("swag", network.checksum, asdict(self.budget))
-            swags[folder.name] = fit_swag(network, context.training(), self.budget, folder, context.device)
-        predictors = {key: partial(getattr, swag, "predictors") for key, swag in swags.items()}
+            draws = fit_swag(network, context.training(), self.budget, folder, context.device)
+            predictors[folder.name] = [partial(swag.class_probabilities, draw) for draw in draws]
         return Fitted(
             lambda name: context.predictions(name, predictors),
             lambda found, scores: StoredPrediction.mean(found).answer(len(found) * self.budget.samples),
@@ -213,7 +227,7 @@ class WholeNetworks:
                 posterior.save(folder)
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, RESUMED]}
         return Fitted(
-            lambda name: context.predictions(name, {folder.name: lambda: [posterior]}),
+            lambda name: context.predictions(name, {folder.name: [posterior]}),
             lambda found, scores: found[0].answer(predictors=1),
             chosen,
             time.perf_counter() - start,

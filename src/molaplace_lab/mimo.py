@@ -1,8 +1,9 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
-During training, the K inputs are differently shuffled copies of the same batch, and each head classifies its own input
-(`molaplace_lab.training.train_mimo`). At test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an
-ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of the heads' Laplace approximations.
+During training, the K inputs are differently shuffled copies of the same batch, and each head classifies its own input. At test
+time, all K inputs are the same, and the heads, which share a trunk, are averaged like an ensemble:
+:math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of the heads' Laplace approximations:
+`mola.fit(mimo.networks, ..., structure="full")`.
 
 The first layer of the architecture is widened to accept K inputs. New weights are drawn at random from the old weights of the same
 layer, to preserve the scale of the initialisation. Each head has as many weights as the original head. The first layer has K times as
@@ -12,30 +13,35 @@ many weights as before. These weights are divided by the square root of K so tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from molaplace.errors import DataError, HeadError, OptionError
-from molaplace.fitting import fit
-from molaplace.likelihoods import CATEGORICAL
-from molaplace.mixture import Mixture
-from molaplace.network import Captured, Head, Inputs, call, check_finite, evaluating, find_head
-from molaplace.numerics import check_seed, to_float64
-from molaplace.options import whole_number
-from molaplace.posterior import MoLA
+from molaplace.errors import DataError, OptionError
+from molaplace_lab.checksums import weights_checksum
+from molaplace_lab.training import (
+    RECIPES,
+    Shuffled,
+    TrainingCheckpoint,
+    derived_seeds,
+    remaining_epochs,
+    train_epoch,
+)
 
-FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+EPOCHS = 0  # the purpose of the seeds for epochs
 
 
-class Mimo(Mixture):
-    """The multi-input multi-output (MIMO) form of an architecture; train it with `molaplace_lab.training.train_mimo`.
-
-    Save the weights with `mimo.state_dict()` and load them with `Mimo(network, members, example=x).load_state_dict(...)`.
+class Mimo(nn.Module):
+    """The multi-input multi-output (MIMO) form of an architecture; train it with `train_mimo`.
 
     Args:
         network: an untrained network, which is copied, not modified.
@@ -45,14 +51,10 @@ class Mimo(Mixture):
     """
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
-        members = whole_number(members, "members")
-        if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
-            raise OptionError(
-                "must be one tensor (n, channels, ...) with n > 0, because MIMO stacks inputs along dimension 1.",
-                argument="example",
-            )
-        super().__init__([partial(self._member, index) for index in range(members)])
-        trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
+        super().__init__()
+        if members < 1:
+            raise OptionError(f"must be at least 1; got {members}.", argument="members")
+        trunk, heads = _widen(copy.deepcopy(network).eval(), members, example, seed)
         self.trunk: Trunk = Trunk(trunk, members)
         self.heads: nn.ModuleList = nn.ModuleList(heads)
 
@@ -67,51 +69,13 @@ class Mimo(Mixture):
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return the logits (K, n, C) of all heads, computed in eval mode and without gradients."""
-        with evaluating(self), torch.no_grad():
-            features = call(self.trunk, inputs)
-            return torch.stack([head(features) for head in self.heads])
+        """Return the logits (K, n, C) of all heads."""
+        features = self.trunk(inputs)
+        return torch.stack([head(features) for head in self.heads])
 
-    def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        logits = self.logits(inputs)
-        check_finite(logits.flatten(0, 1)[:, :0], logits.flatten(0, 1))
-        probs = CATEGORICAL.probabilities(to_float64(logits))
-        return list(probs.to(torch.promote_types(logits.dtype, torch.float32)).to(logits.device))
-
-    def _member(self, index: int, inputs: Inputs) -> Tensor:
-        return self._member_outputs(inputs, None)[index]
-
-
-class MimoMoLA(MoLA):
-    """A posterior over the heads of one MIMO network. A prediction takes one pass through the shared trunk."""
-
-    def capture(self, inputs: Inputs) -> list[Captured]:
-        """Run the trunk once, and then run all heads on its features."""
-        networks: Any = self.networks
-        with evaluating(*networks), torch.no_grad():
-            features = call(networks[0].trunk, inputs)
-            outputs = [network.layer(features) for network in networks]
-        return [Captured.of(features, own, one.head) for own, one in zip(outputs, self.components, strict=True)]
-
-
-def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
-    """Fit MIMO-MoLA by calling `mola.fit(mimo.networks, ...)` with the paper's structure, "full", as the default.
-
-    Each training input is repeated K times, as at test time. Fitting and tuning take K passes through the trunk per batch; a
-    prediction takes one.
-
-    Args:
-        mimo: the trained network; it is not modified.
-        train_loader: training data.
-        val_loader: if given, validation data on which the posterior is tuned.
-        **options: options for `mola.fit`.
-
-    Returns:
-        The posterior; load a saved one with `mola.load(directory, mimo.networks)`.
-    """
-    fitted = fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
-    weights = fitted.weights if fitted.weighting == "given" else fitted.weighting
-    return MimoMoLA(fitted.components, fitted.link, weights, fitted.tuning, fitted.scaling)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the mean probabilities (n, C) of all heads."""
+        return self.logits(inputs).softmax(-1).mean(0)
 
 
 class Trunk(nn.Module):
@@ -124,9 +88,7 @@ class Trunk(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the features (n, P) of one batch (n, channels, ...)."""
-        if not isinstance(inputs, Tensor):
-            raise DataError(f"MIMO takes a single tensor (n, channels, ...) as input, got {type(inputs).__name__}.")
-        return self.network(stack_inputs([inputs] * self.members))
+        return self.network(torch.cat([inputs] * self.members, dim=1))
 
 
 class HeadNetwork(nn.Module):
@@ -142,66 +104,57 @@ class HeadNetwork(nn.Module):
         return self.layer(self.trunk(inputs))
 
 
-def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
-    """Join K batches (n, channels, ...) along the channel axis."""
-    if any(batch.dim() < 2 for batch in inputs):
-        raise DataError(
-            f"expected inputs of shape (n, channels, ...), got {tuple(inputs[0].shape)}. For a single input, pass a batch of one: "
-            f"inputs[None]."
-        )
-    return torch.cat(list(inputs), dim=1)
+# --- the wider architecture
 
 
 def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tuple[nn.Module, list[nn.Linear]]:
     # Modify the network so that it becomes the trunk, and return it together with K new heads.
-    with evaluating(network):
-        head = find_head(network, example)
-        if not isinstance(head.layer, nn.Linear) or head.dense_axes:
-            raise OptionError(
-                "MIMO needs a network that ends in an nn.Linear and returns one row of logits for each input."
-            )
-        name, first = _first_layer(network, head, example)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        heads = [_drawn_head(head.layer, generator) for _ in range(members)]
-        try:
-            if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head.layer))):
-                raise DataError(
-                    "grouped convolutions and parametrised layers or heads (for example with weight_norm) are not supported."
-                )
-            wide = _widened_layer(first, members, generator)
-            _replace(network, first, wide)
-            _replace(network, head.layer, nn.Identity())
-            features = call(network, stack_inputs([example] * members))
-            if features.shape != (len(example), head.layer.in_features):
-                raise DataError(
-                    f"the features have shape {tuple(features.shape)}, but the heads take {head.layer.in_features} features."
-                )
-        except (DataError, HeadError) as error:
-            raise OptionError(
-                f"{type(network).__name__} cannot be widened at its first layer {name!r}: {error} MIMO stacks inputs along dimension "
-                f"1. The first layer must read this dimension as channels or features, and no earlier operation may change it."
-            ) from error
+    name, first, head = _end_layers(network, example)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    heads = [_drawn_head(head, generator) for _ in range(members)]
+    try:
+        if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head))):
+            raise DataError("grouped convolutions and parametrised layers are not supported.")
+        _replace(network, first, _widened_layer(first, members, generator))
+        _replace(network, head, nn.Identity())
+        with torch.no_grad():
+            features = network(torch.cat([example] * members, dim=1))
+        if features.shape != (len(example), head.in_features):
+            raise DataError(f"the features have shape {tuple(features.shape)}, but the heads take {head.in_features}.")
+    except (DataError, RuntimeError, TypeError) as error:
+        raise OptionError(
+            f"{type(network).__name__} cannot be widened at its first layer {name!r}: {error} MIMO stacks inputs along dimension "
+            f"1. The first layer must read this dimension as channels or features, and no earlier operation may change it."
+        ) from error
     return network, heads
 
 
-def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, nn.Module]:
-    ran: list[tuple[str, nn.Module]] = []
+def _end_layers(network: nn.Module, example: Tensor) -> tuple[str, nn.Module, nn.Linear]:
+    # Return the name of the first layer, the first layer and the last layer, in the order in which the layers run.
+    calls: list[tuple[str, nn.Module, Tensor]] = []
     handles = [
-        module.register_forward_pre_hook(lambda module, _, name=name: ran.append((name, module)))
+        module.register_forward_hook(lambda module, _, output, name=name: calls.append((name, module, output)))
         for name, module in network.named_modules()
-        if isinstance(module, FIRST_LAYERS) and module is not head.layer
+        if isinstance(module, LAYERS)
     ]
     try:
-        call(network, example)
+        with torch.no_grad():
+            outputs = network(example)
     finally:
         for handle in handles:
             handle.remove()
-    if not ran:
+    if len(calls) < 2:
         raise OptionError(
-            f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r}. MIMO needs a trunk that "
-            f"the inputs can share."
+            f"{type(network).__name__} has no linear or convolutional layer before its head. MIMO needs a trunk that the inputs can "
+            f"share."
         )
-    return ran[0]
+    name, first, _ = calls[0]
+    _, head, logits = calls[-1]
+    if not isinstance(head, nn.Linear) or logits.dim() != 2 or not torch.equal(logits, outputs):
+        raise OptionError(
+            "MIMO needs a network that ends in an nn.Linear and returns one row of logits for each input."
+        )
+    return name, first, head
 
 
 def _resampled(entries: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
@@ -234,3 +187,86 @@ def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
+
+
+# --- training
+
+
+def member_rows(
+    size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw the index of an example in the batch for each member and row, as a CPU tensor of shape (K, size * batch_repetition).
+
+    The batch is repeated and shuffled. Then, all but a fraction `input_repetition` of the rows are shuffled again for each member.
+    """
+    total = size * batch_repetition
+    shared = torch.randperm(total, generator=generator) % size
+    separate = int(total * (1 - input_repetition))
+    orders = [shared[:separate][torch.randperm(separate, generator=generator)] for _ in range(members)]
+    return torch.stack([torch.cat([order, shared[separate:]]) for order in orders])
+
+
+def train_mimo(
+    mimo: Mimo,
+    loader: Shuffled | Sequence[tuple[Tensor, Tensor]],
+    *,
+    epochs: int = 100,
+    batch_repetition: int = 4,
+    input_repetition: float = 0.0,
+    optimiser: Callable[[Iterable[nn.Parameter]], Optimizer] = RECIPES["cifar10"].make_optimiser,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    progress: bool = True,
+) -> Mimo:
+    """Train the network in place and return it; the loss is the cross-entropy, summed over heads and averaged over rows.
+
+    Args:
+        mimo: the network to train.
+        loader: training data, read once per epoch. The loader's shuffling and augmentation should draw from torch's random state, as
+            in a `DataLoader`. The same seed then gives the same network, even after interruptions.
+        epochs: number of epochs.
+        batch_repetition: number of times that each member receives each example of a batch in one step.
+        input_repetition: fraction of the rows in which all members receive the same example.
+        optimiser: function that creates an optimiser for the given parameters; by default, the paper's optimiser for CIFAR-10. The
+            learning rate falls to 0 along a half cosine, batch by batch.
+        seed: seed for shuffling, dropout and augmentation.
+        checkpoint: file in which the state is saved after every epoch, so that interrupted training can be resumed.
+        progress: show a progress bar on stderr if stderr is a terminal.
+    """
+    if epochs < 1 or batch_repetition < 1 or not 0 <= input_repetition <= 1:
+        raise OptionError(
+            f"expected epochs and batch_repetition of at least 1 and input_repetition from 0 to 1; got {epochs}, {batch_repetition} "
+            f"and {input_repetition}."
+        )
+    network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})
+    steps = epochs * len(loader)
+    optimiser_of_network = optimiser(network.parameters())
+    schedule = CosineAnnealingLR(optimiser_of_network, steps)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimiser_of_network.param_groups
+    ]
+    identity = {
+        "members": mimo.members,
+        "seed": seed,
+        "batch_repetition": batch_repetition,
+        "input_repetition": input_repetition,
+        "steps": steps,
+        "optimiser": [type(optimiser_of_network).__name__, repr(groups)],
+        "network": weights_checksum(network),
+    }
+
+    def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+        rows = member_rows(len(inputs), mimo.members, batch_repetition, input_repetition)
+        features = mimo.trunk.network(torch.cat([inputs[row.to(inputs.device)] for row in rows], dim=1))
+        pairs = zip(mimo.heads, labels[rows.to(labels.device)], strict=True)
+        losses = [functional.cross_entropy(head(features), head_labels) for head, head_labels in pairs]
+        return torch.stack(losses).sum(), math.inf
+
+    seeds = derived_seeds(seed, EPOCHS, epochs)
+    saved = None if checkpoint is None else TrainingCheckpoint(checkpoint, identity)
+    bar = "MIMO" if progress else ""
+    for epoch in remaining_epochs(saved, epochs, network, optimiser_of_network, schedule, progress=bar):
+        place = f"epoch {epoch + 1} of {epochs}"
+        train_epoch(network, loader, optimiser_of_network, loss_of, place, schedule=schedule, seed=seeds[epoch])
+    network.eval()
+    return mimo

@@ -33,8 +33,9 @@ from molaplace.imported import import_builder
 from molaplace.network import Resized
 from molaplace.saving.schema import check, parse
 from molaplace.saving.weights import read_metadata, save_weights
-from molaplace_lab.activations import Network, Progress, network_checksum
-from molaplace_lab.suite import DataOptions, Suite, data_checksum
+from molaplace_lab.activations import Network, Progress
+from molaplace_lab.checksums import data_checksum, network_checksum
+from molaplace_lab.suite import DataOptions, Suite
 from molaplace_lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")

@@ -30,6 +30,7 @@ from molaplace.evaluation import (
 )
 from molaplace_lab.activations import Activations, Network, Progress
 from molaplace_lab.activations_file import Stored
+from molaplace_lab.checksums import checksum
 from molaplace_lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
 from molaplace_lab.context import Context
 from molaplace_lab.detectors import feature_scores
@@ -37,7 +38,7 @@ from molaplace_lab.measures import Measure
 from molaplace_lab.methods import BatchPrediction
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
-from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
+from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData
 from molaplace_lab.training import Labelled
 
 PROTOCOL = 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from molaplace.evaluation import Role
 from molaplace.images import NORMALISATIONS, Images
 from molaplace.imported import import_builder
 from molaplace.options import one_of
+from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
 from molaplace_lab.training import Labelled, Recipe
 
@@ -221,16 +220,3 @@ class Suite:
             return network, import_builder(network)
         name = next(iter(self.builders)) if network is None else one_of(network, tuple(self.builders), "network")
         return name, self.builders[name]
-
-
-def checksum(*parts: Any) -> str:
-    """Return a checksum of JSON values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def data_checksum(inputs: Tensor, labels: Tensor) -> str:
-    """Return a checksum of inputs and labels in memory."""
-    digest = hashlib.sha256(str(tuple(inputs.shape)).encode())
-    digest.update(inputs.contiguous().numpy().tobytes())
-    digest.update(labels.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -1,53 +1,48 @@
 r"""SWAG (Maddox et al., 2019): average the predictions of networks drawn from a Gaussian fitted to SGD snapshots.
 
-From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the variance of each weight, and the last K deviations
-:math:`d_t = \theta_t - \bar\theta_t` from the mean of the snapshots so far. A draw is
+From a trained network, SGD continues at a constant learning rate. From its snapshots :math:`\theta_1, \dots, \theta_T`, one per
+epoch, SWAG keeps the mean, the variance of each weight, and the last K deviations :math:`d_t = \theta_t - \bar\theta_t` from the
+mean of the snapshots so far. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
-A `Swag` holds a copy of the network whose parameters are set to the mean. Each pass redraws the weights from the moments with a fixed
-seed; only the BatchNorm statistics of the draws are stored. MultiSWAG (Wilson and Izmailov, 2020) is a mixture of several SWAGs, each
-of which starts from a different trained network. `molaplace_lab.training` fits both methods.
+The BatchNorm statistics of each draw are recomputed in one pass over the training data. SWAG is `mola.ensemble` of the draws, and
+MultiSWAG (Wilson and Izmailov, 2020) is `mola.ensemble` of the draws from several trained networks.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from tqdm.auto import tqdm
 
-from molaplace.errors import OptionError, StorageError, located
-from molaplace.fitting import as_networks
-from molaplace.likelihoods import CATEGORICAL, LIKELIHOODS, Gaussian, Likelihood
-from molaplace.mixture import Mixture
-from molaplace.network import Inputs, evaluating
-from molaplace.numerics import check_seed
-from molaplace.options import whole_number
-from molaplace.saving.files import read_folder, write_folder
-from molaplace.saving.posterior import describe, rebuild
-from molaplace_lab.members import (
-    all_tensors,
-    below,
+from molaplace.errors import OptionError
+from molaplace.options import one_of
+from molaplace_lab.checksums import weights_checksum
+from molaplace_lab.training import (
+    LOSSES,
+    Loader,
+    TrainingCheckpoint,
     derived_seeds,
-    homoscedastic,
-    member_output,
-    shape_differences,
+    remaining_epochs,
+    seeded,
+    train_epoch,
 )
 
-OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
-SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
 SMALLEST_VARIANCE = 1e-30  # variance assigned to a weight that did not change
-DRAWS = 1  # the `purpose` that makes the seeds for weights independent of other seeds
 
-_lock = threading.RLock()  # one pass at a time, because the network holds the weights of a single draw
+EPOCHS, DRAWS, PASSES = 0, 1, 2  # purposes of the seeds: epochs, draws, and passes for BatchNorm statistics
+
+LARGEST_LOSS = 10
+"""Largest acceptable mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD is considered to have
+diverged."""
 
 
 @dataclass
@@ -108,209 +103,165 @@ class Moments:
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
         """Rebuild the moments from the output of `tensors`."""
-        return Moments(count, *(below(tensors, f"{kind}.") for kind in ("mean", "squares", "columns")))
+        moments = Moments(count)
+        for name, tensor in tensors.items():
+            kind, _, weight = name.partition(".")
+            getattr(moments, kind)[weight] = tensor
+        return moments
 
 
-class Swag(Mixture):
-    """A predictor that averages the predictions of networks drawn from a Gaussian fitted to SGD snapshots.
-
-    It is returned by `molaplace_lab.training.fit_swag` and `Swag.load`. `seed` determines the draws, so a prediction depends
-    neither on the rest of its batch nor on earlier predictions.
+def fit_swag(
+    network: nn.Module,
+    loader: Loader,
+    *,
+    samples: int = 30,
+    scale: float | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    **options: Any,
+) -> list[nn.Module]:
+    """Fit SWAG to a trained network, which is not modified, and return the drawn networks; their `mola.ensemble` is the predictor.
 
     Args:
-        network: a copy of the network, used by this object only; its parameters are set to the mean.
-        moments: moments of the parameters that SGD changed.
-        statistics: BatchNorm statistics (samples, ...) of all draws, keyed by buffer name.
+        network: the trained network.
+        loader: training data, read once per epoch, and once per draw if the network has BatchNorm. Its shuffling and augmentation
+            should draw from torch's random state, as in a `DataLoader`.
         samples: number of draws.
-        scale: factor by which the covariance is multiplied.
-        seed: random seed for the draws.
-        likelihood: likelihood of the outputs, as in `mola.fit`.
+        scale: factor by which the covariance is multiplied; by default, 0.5, or 1 for the diagonal form, as in the SWAG paper.
+        seed: random seed for the SGD path and the draws.
+        progress: show a progress bar on stderr if stderr is a terminal.
+        **options: options for `fit_moments`: learning_rate, epochs, rank, ...
+
+    Raises:
+        DivergedError: the learning rate is too high.
     """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        moments: Moments,
-        statistics: Mapping[str, Tensor],
-        *,
-        samples: int,
-        scale: float = 0.5,
-        seed: int = 0,
-        likelihood: str | Likelihood = CATEGORICAL,
-    ) -> None:
-        meaning = homoscedastic(likelihood, "SWAG")
-        samples = whole_number(samples, "samples")
-        super().__init__([partial(self._draw, index) for index in range(samples)], likelihood=meaning)
-        parameters = dict(network.named_parameters())
-        with torch.no_grad():
-            for name, mean in moments.mean.items():
-                parameters[name].copy_(mean)
-        self.network: nn.Module = network.eval().requires_grad_(False)
-        self.moments: Moments = moments
-        self.statistics: dict[str, Tensor] = dict(statistics)
-        self.samples: int = samples
-        self.scale: float = scale
-        self.seed: int = check_seed(seed)
-
-    def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
-        options = {name: getattr(self, name) for name in OPTIONS}
-        return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module only; the network stays in eval mode."""
-        self.training = mode
-        return self
-
-    def extra_repr(self) -> str:
-        """Return the text that `repr` shows: the numbers of snapshots and draws, the rank, the scale and the seed."""
-        kept = f"snapshots={self.moments.count}, rank={self.moments.rank}"
-        return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
-
-    def sample(self, index: int) -> dict[str, Tensor]:
-        """Return the weights and BatchNorm statistics of one draw, keyed by name, on the network's device and in its precision."""
-        if not 0 <= index < self.samples:
-            raise OptionError(
-                f"must be between 0 and {self.samples - 1} (the last draw); got {index!r}.", argument="index"
-            )
-        own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
-        drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
-        return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
-
-    def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        return [self._draw(index, inputs) for index in range(self.samples)]
-
-    def _draw(self, index: int, inputs: Inputs) -> Tensor:
-        tensors = self.sample(index)
-        with _lock, located(f"draw {index}"), evaluating(self.network), holding(self.network, tensors):
-            return member_output(self.network, inputs, self.likelihood)
-
-    def save(self, directory: str | Path) -> Path:
-        """Save what `Swag.load` needs: the moments, the BatchNorm statistics and the weights that SGD did not change."""
-        document = {
-            "kind": "swag",
-            "snapshots": self.moments.count,
-            "rank": self.moments.rank,
-            **{name: getattr(self, name) for name in OPTIONS},
-            "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
-        }
-        parts = {
-            "moments": self.moments.tensors(),
-            "statistics": self.statistics,
-            "network": _unmoved(self.network, self.moments.mean),
-        }
-        tensors = {f"{part}.{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
-        return write_folder(directory, document, tensors)
-
-    @classmethod
-    def load(cls, directory: str | Path, network: nn.Module) -> Swag:
-        """Load a SWAG from a folder written by `save`.
-
-        Args:
-            directory: the folder.
-            network: a network of the same architecture, trained or not; it is copied, not modified.
-        """
-        document, tensors = read_folder(directory, "swag", SCHEMA)
-        own = copy.deepcopy(network)
-        moved = below(tensors, "moments.mean.")
-        rest = _unmoved(own, moved)
-        wrong = shape_differences(tensors, _expected_shapes(document, own, moved, below(tensors, "statistics.")))
-        if wrong or not moved or document["snapshots"] < 1 or document["rank"] == 1 or document["scale"] < 0:
-            named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
-            raise StorageError(
-                f"{directory} does not match {type(network).__name__}: in the saved SWAG, {named} is missing or unexpected, or has "
-                f"the wrong shape or size. Pass a network with the same architecture as the saved one."
-            )
-        with torch.no_grad():
-            for name, tensor in rest.items():
-                tensor.copy_(tensors[f"network.{name}"])
-        try:
-            return cls(
-                own,
-                Moments.from_tensors(document["snapshots"], below(tensors, "moments.")),
-                below(tensors, "statistics."),
-                likelihood=rebuild(document["likelihood"], LIKELIHOODS, "likelihood"),
-                **{name: document[name] for name in OPTIONS},
-            )
-        except (OptionError, TypeError, ValueError) as error:
-            raise StorageError(f"{directory} contains an invalid value: {error}") from error
+    trained = copy.deepcopy(network)
+    moments = fit_moments(trained, loader, seed=seed, progress=progress, **options)
+    scale = (0.5 if moments.rank else 1.0) if scale is None else scale
+    passes = derived_seeds(seed, PASSES, samples)
+    networks = []
+    for index in tqdm(range(samples), desc="draws", disable=None if progress else True, leave=False):
+        drawn = draw_network(trained, moments, seed, index, scale)
+        if norm_layers(drawn):
+            with seeded(drawn, passes[index]):
+                recompute_statistics(drawn, loader)
+        networks.append(drawn.eval().requires_grad_(False))
+    return networks
 
 
-def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Return the weights of draw number `index`, keyed by name. The weights do not depend on the total number of draws."""
-    return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
-
-
-@contextmanager
-def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the named parameters and buffers of a network, and restore the originals on exit."""
-    own = all_tensors(network)
-    kept = {name: own[name].clone() for name in tensors}
-    with torch.no_grad():
-        try:
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
-            yield
-        finally:
-            for name, tensor in kept.items():
-                own[name].copy_(tensor)
-
-
-def _unmoved(network: nn.Module, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in all_tensors(network).items() if name not in moved}
-
-
-def _expected_shapes(
-    document: Mapping[str, Any], network: nn.Module, moved: Mapping[str, Tensor], statistics: Mapping[str, Tensor]
-) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(network).items()}
-    buffers = dict(network.named_buffers())
-    expected = {f"network.{name}": shape for name, shape in shapes.items() if name not in moved}
-    for name in moved.keys() & shapes.keys() - buffers.keys():
-        for kind, leading in (("mean", ()), ("squares", ()), ("columns", (document["rank"],))):
-            expected[f"moments.{kind}.{name}"] = (*leading, *shapes[name])
-    for name in statistics.keys() & buffers.keys():
-        expected[f"statistics.{name}"] = (document["samples"], *shapes[name])
-    return expected
-
-
-class MultiSwag(Mixture):
-    """A uniform mixture of SWAGs. It is returned by `molaplace_lab.training.fit_multi_swag` and `MultiSwag.load`.
+def fit_moments(
+    network: nn.Module,
+    loader: Loader,
+    *,
+    learning_rate: float = 1e-2,
+    epochs: int = 40,
+    rank: int = 20,
+    momentum: float = 0.9,
+    weight_decay: float = 3e-4,
+    seed: int = 0,
+    loss: str = "cross-entropy",
+    checkpoint: Path | None = None,
+    progress: bool = True,
+) -> Moments:
+    """Continue the training of a network in place by SGD, take a snapshot after each epoch, and return the snapshots' moments.
 
     Args:
-        swags: one SWAG for each trained network.
+        network: the trained network.
+        loader: training data.
+        learning_rate: constant learning rate of SGD.
+        epochs: number of snapshots.
+        rank: maximum number of deviations to keep (the most recent ones, one per epoch); 0 gives the diagonal form.
+        momentum: momentum of SGD (without Nesterov acceleration).
+        weight_decay: weight decay of SGD.
+        seed: random seed; an epoch's random state depends only on this seed and the epoch's index.
+        loss: name of the loss, one of `molaplace_lab.training.LOSSES`.
+        checkpoint: file in which the state is saved after every epoch. An interrupted fit continues from this state and gives
+            identical results. A completed fit is continued if more epochs are requested.
+        progress: show a progress bar on stderr if stderr is a terminal.
     """
+    if rank == 1:
+        raise OptionError("must be 0 (for the diagonal form) or at least 2; got 1.", argument="rank")
+    if epochs < 2:
+        raise OptionError(f"must be at least 2; got {epochs}.", argument="epochs")
+    weights = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
+    if not weights:
+        raise OptionError("the network is frozen: none of its parameters require gradients.", argument="network")
+    seeds = derived_seeds(seed, EPOCHS, epochs)
+    optimiser = torch.optim.SGD(weights.values(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+    moments = Moments()
 
-    def __init__(self, swags: Sequence[Swag]) -> None:
-        super().__init__(swags)
-        self.swags: tuple[Swag, ...] = tuple(swags)
+    def resume(done: int, tensors: dict[str, Tensor]) -> None:
+        nonlocal moments
+        moments = Moments.from_tensors(done, tensors)
 
-    def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return a copy with the same draws but a different likelihood, for example one with a different noise level."""
-        return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
+    identity = {
+        "settings": [learning_rate, momentum, weight_decay, rank, seed, loss],
+        "network": weights_checksum(network),
+    }
+    remaining = remaining_epochs(
+        None if checkpoint is None else TrainingCheckpoint(checkpoint, identity),
+        epochs,
+        network,
+        optimiser,
+        state=lambda: moments.tensors(),
+        resume=resume,
+        progress="SWAG" if progress else "",
+    )
+    for epoch in remaining:
+        place = f"epoch {epoch + 1} of {epochs}"
+        train_epoch(network, loader, optimiser, swag_loss(network, loss), place, seed=seeds[epoch])
+        moments.add(weights, rank)
+    return moments
 
-    def save(self, directory: str | Path) -> Path:
-        """Save each SWAG to a subfolder, for loading with `MultiSwag.load(directory, networks)`."""
-        names = [f"swag-{index}" for index in range(len(self.swags))]
-        for name, swag in zip(names, self.swags, strict=True):
-            swag.save(Path(directory) / name)
-        return write_folder(directory, {"kind": "multi-swag", "swags": names}, {})
 
-    @classmethod
-    def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MultiSwag:
-        """Load a MultiSWAG from a folder written by `save`.
+def swag_loss(network: nn.Module, loss: str = "cross-entropy") -> Callable[[Tensor, Tensor], tuple[Tensor, float]]:
+    """Return a function that maps a batch to its mean loss and to the largest acceptable loss (see `LARGEST_LOSS`)."""
+    losses = LOSSES[one_of(loss, LOSSES, "loss")]
 
-        Args:
-            directory: the folder.
-            networks: one network for all SWAGs, or one for each; they are copied, not modified.
-        """
-        document, _ = read_folder(directory, "multi-swag", {"swags": [str]})
-        names, given = document["swags"], as_networks(networks)
-        given = given * len(names) if len(given) == 1 else given
-        if not names or len(given) != len(names):
-            raise StorageError(
-                f"{directory} holds {len(names)} SWAGs, got {len(given)} networks. Pass one network for all SWAGs, or one for each."
-            )
-        pairs = zip(names, given, strict=True)
-        swags = [Swag.load(Path(directory) / Path(name).name, network) for name, network in pairs]
-        return cls(swags)
+    def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+        outputs = network(inputs)
+        constant = losses(torch.zeros_like(outputs), labels).mean()
+        return losses(outputs, labels).mean(), LARGEST_LOSS * float(constant)
+
+    return loss_of
+
+
+def draw_network(network: nn.Module, moments: Moments, seed: int, index: int, scale: float) -> nn.Module:
+    """Return a copy of the network with the weights of draw number `index`, which do not depend on the number of draws."""
+    drawn = copy.deepcopy(network)
+    weights = moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
+    with torch.no_grad():
+        for name, parameter in drawn.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+    return drawn
+
+
+def class_probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the class probabilities (n, C) that a network in eval mode predicts."""
+    return network(inputs).double().softmax(1).float()
+
+
+def norm_layers(network: nn.Module) -> list[_NormBase]:
+    """Return the layers that keep running statistics of their inputs, such as BatchNorm."""
+    layers = [module for module in network.modules() if isinstance(module, _NormBase)]
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+def recompute_statistics(network: nn.Module, loader: Loader) -> None:
+    """Set the BatchNorm statistics to averages over all batches, weighted by batch size, in one pass in training mode."""
+    layers = norm_layers(network)
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+    network.train()
+    count = 0
+    with torch.no_grad():
+        for inputs, _ in loader:
+            count += len(inputs)
+            for layer in layers:
+                layer.momentum = len(inputs) / count
+            network(inputs)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    network.eval()

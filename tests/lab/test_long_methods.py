@@ -11,12 +11,10 @@ from molaplace.metrics import auroc, negative_log_likelihood
 from molaplace_lab.activations import Activations, open_networks
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.long_methods import fit_mimo, fit_swag
-from molaplace_lab.mimo import mimo_mola
 from molaplace_lab.networks import Training, find_networks, train_networks
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.store import Store
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
-from molaplace_lab.swag import MultiSwag
 from molaplace_lab.training import member_seeds
 from tests.closeness import assert_close
 from tests.lab.test_runner import SUITE, build, sources
@@ -65,13 +63,18 @@ def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
     swags = [fit_swag(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
     mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, member_seeds(2, 0)[1], None)
     test, strange, train, val = (list(plan.sources[name].open()) for name in ("test", "strange", "train", "validation"))
-    posterior = mimo_mola(mimo, train, val, rule="threshold", progress=False)
-    predictors = {"SWAG": swags[0], "MultiSWAG": MultiSwag(swags), "MIMO": mimo, "MIMO-MoLA": posterior}
+    posterior = mola.fit(mimo.networks, train, val, rule="threshold", structure="full", progress=False)
+    predictors = {
+        "SWAG": mola.ensemble(swags[0]),
+        "MultiSWAG": mola.ensemble([draw for draws in swags for draw in draws]),
+        "MIMO": mola.ensemble(mimo.networks),
+        "MIMO-MoLA": posterior,
+    }
     for method, predictor in predictors.items():
         for name in ("test", "noise 1"):
             assert_close(records[method, 1].labelled[name].metrics["nll"], nll(plan, predictor, name), scale=1.0)
     assert records["MIMO-MoLA", 1].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
-    spread = auroc(*(swags[0].predict(one).mutual_information for one in (test, strange)))
+    spread = auroc(*(predictors["SWAG"].predict(batches).mutual_information for batches in (test, strange)))
     found = records["SWAG", 1].outliers["strange"].scores["mutual information"]["auroc"]
     assert found == pytest.approx(spread, abs=2e-3)
 
@@ -79,7 +82,7 @@ def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
     folder, records = finished
     for method in ("swag", "mimo"):
-        monkeypatch.setattr(f"molaplace_lab.training.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
+        monkeypatch.setattr(f"molaplace_lab.{method}.train_epoch", lambda *_: pytest.fail("trained again"))
     again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
     for key, record in again.items():
         assert record.labelled == records[key].labelled

@@ -11,7 +11,7 @@ from torch import nn
 
 from molaplace.errors import StorageError
 from molaplace.saving.weights import load_weights
-from molaplace_lab.activations import network_checksum
+from molaplace_lab.checksums import network_checksum
 from molaplace_lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
 from tests.closeness import assert_close
 from tests.conftest import require_shared

@@ -12,8 +12,7 @@ import molaplace as mola
 from molaplace import normal_mixtures
 from molaplace.calibration import scale_noise
 from molaplace.errors import DataError, OptionError
-from molaplace.likelihoods import Bernoulli, Gaussian
-from molaplace_lab.dropout import McDropout
+from molaplace.likelihoods import Gaussian
 
 
 def network(outputs=2, seed=0):
@@ -49,19 +48,6 @@ def test_the_noise_is_the_best_for_each_output(likelihood):
         assert bool((losses(plain.with_noise(factor * scaled.noise[0])) >= best - 1e-9).all())
 
 
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(noise=[0.4, 0.9], location=[7.0, 7.0], scale=3.0)])
-def test_dropout_of_labels_and_regression(likelihood):
-    x, y = data()
-    predictor = McDropout(network(), 4, seed=5, likelihood=likelihood)
-    members = torch.stack([member(x) for member in predictor.predictors])
-    assert torch.equal(predictor(x), members.mean(0))
-    if likelihood.name == "gaussian":
-        found = scale_noise(predictor, [(x, 7 + 3 * y)]).predict(x)
-        torch.testing.assert_close(found.mean, members.mean(0))
-        assert 5 < float(found.mean.mean()) < 9  # in the targets' units
-        torch.testing.assert_close(found.variance, found.aleatoric + found.between)
-
-
 def test_wrong_use_is_refused():
     (x, y), net = data(), network()
     ensemble = mola.ensemble(net, likelihood="gaussian")
@@ -78,5 +64,3 @@ def test_wrong_use_is_refused():
     ):
         with pytest.raises(error, match=words):
             scale_noise(predictor, loader)
-    with pytest.raises(OptionError, match="averages means"):
-        McDropout(net, likelihood=Gaussian(heteroscedastic=True))

@@ -32,8 +32,8 @@ def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
     """Return the predictor with each output's noise chosen to maximise the likelihood of the validation targets.
 
     Args:
-        predictor: the regression predictor, for example `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or
-            an `McDropout`. A posterior from `mola.fit` is rejected, because its `tune` method already chooses the noise.
+        predictor: the regression predictor, for example `mola.ensemble(networks, likelihood="gaussian")`. A
+            posterior from `mola.fit` is rejected, because its `tune` method already chooses the noise.
         val_loader: validation data as batches of (inputs, targets), with targets in their original units.
     """
     likelihood = predictor.likelihood

@@ -200,7 +200,7 @@ def trace(
         raise OptionError(
             f"must be a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
             f"posteriors can be exported; other mixtures need gradients or sampled weights to predict. Pass the networks to "
-            f"mola.fit, or a trained Mimo to molaplace_lab.mimo.mimo_mola.",
+            f"mola.fit.",
             argument="posterior",
         )
     outputs = check_outputs(outputs, posterior)

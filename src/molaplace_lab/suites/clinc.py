@@ -11,6 +11,7 @@ import torch
 from molaplace.errors import OptionError
 from molaplace.evaluation import Role
 from molaplace.images import even_indices
+from molaplace_lab.checksums import checksum
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from molaplace_lab.measures import rejection
 from molaplace_lab.suite import (
@@ -22,7 +23,6 @@ from molaplace_lab.suite import (
     Suite,
     SwagBudget,
     TrainingData,
-    checksum,
 )
 from molaplace_lab.training import Labelled, Recipe, mlp
 

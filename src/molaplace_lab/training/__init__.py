@@ -1,25 +1,37 @@
-"""Training for benchmarks: networks, ensembles, SWAG and MIMO. The same seed gives the same weights, even after interruptions."""
+"""Training: networks and ensembles with a recipe. The same seed gives the same weights, even after interruptions."""
 
 from molaplace.perceptrons import mlp
-from molaplace_lab.training.loop import DivergedError, TrainingCheckpoint, member_seeds, train, train_ensemble
-from molaplace_lab.training.mimo import train_mimo
-from molaplace_lab.training.recipe import RECIPES, Labelled, Recipe, Shuffled, digits_mlp, train_mlps
-from molaplace_lab.training.swag import fit_multi_swag, fit_swag
+from molaplace_lab.training.loop import (
+    DivergedError,
+    Loader,
+    TrainingCheckpoint,
+    derived_seeds,
+    member_seeds,
+    remaining_epochs,
+    seeded,
+    train,
+    train_ensemble,
+    train_epoch,
+)
+from molaplace_lab.training.recipe import LOSSES, RECIPES, Labelled, Recipe, Shuffled, digits_mlp, train_mlps
 
 __all__ = [
+    "LOSSES",
     "RECIPES",
     "DivergedError",
     "Labelled",
+    "Loader",
     "Recipe",
     "Shuffled",
     "TrainingCheckpoint",
+    "derived_seeds",
     "digits_mlp",
-    "fit_multi_swag",
-    "fit_swag",
     "member_seeds",
     "mlp",
+    "remaining_epochs",
+    "seeded",
     "train",
     "train_ensemble",
-    "train_mimo",
+    "train_epoch",
     "train_mlps",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,41 +18,57 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, StorageError
-from molaplace.network import Batch, batches
-from molaplace.saving.files import DOCUMENT, read_folder, write_folder
-from molaplace_lab.members import all_tensors, below, shape_differences
+from molaplace_lab.files import read_tensors, write_tensors
 from molaplace_lab.training.recipe import Labelled, Recipe, Shuffled
 
-KIND = "training-checkpoint"
+Loader = Iterable[tuple[Tensor, Tensor]]
+"""Batches of inputs and labels, which can be read several times."""
 
 
 class DivergedError(DataError):
     """Raised when the loss is infinite, NaN or far too large, usually because the learning rate is too high."""
 
 
+def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
+    """Derive `count` seeds from one seed. A larger `count` only appends seeds; different purposes give independent seeds."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    base = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
+    return torch.randint(2**62, (count,), generator=generator.manual_seed(base)).tolist()
+
+
+def _network_tensors(network: nn.Module) -> dict[str, Tensor]:
+    # All parameters and buffers, including buffers that a state dict omits.
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {f"network.{name}": tensor.detach() for name, tensor in named}
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """A folder that contains the state of a training run after its last complete epoch: network, optimiser and other tensors."""
+    """A file that contains the state of a training run after its last complete epoch: network, optimiser and other tensors."""
 
-    folder: Path
+    path: Path
     identity: Mapping[str, Any]
     """JSON values that identify the training run; a checkpoint with different values is rejected."""
 
     def save(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, steps: int, more: Mapping[str, Tensor]
     ) -> None:
-        """Save the state after an epoch. Even if saving is interrupted, the folder contains a complete state."""
-        tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
+        """Save the state after an epoch. Even if saving is interrupted, the file contains a complete state."""
+        tensors = _network_tensors(network)
         for index, state in optimiser.state_dict()["state"].items():
             known = {name: value for name, value in state.items() if value is not None}
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
         tensors |= {f"more.{name}": tensor for name, tensor in more.items()}
-        document = {"kind": KIND, "epochs": epochs, "steps": steps, "identity": dict(self.identity)}
-        write_folder(self.folder, document, tensors)
+        # Copies, because a safetensors file cannot hold two names of the same memory.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        write_tensors(self.path, tensors, {"epochs": epochs, "steps": steps, "identity": dict(self.identity)})
 
     def restore(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None
@@ -61,47 +76,42 @@ class TrainingCheckpoint:
         """Load the state into a new network, optimiser and schedule; return the number of completed epochs and the other tensors.
 
         Raises:
-            StorageError: the folder is damaged, belongs to another training run, or contains more than `epochs` epochs.
+            StorageError: the file is damaged, belongs to another training run, or contains more than `epochs` epochs.
         """
-        if not (self.folder / DOCUMENT).exists():
+        if not self.path.exists():
             return 0, {}
-        try:
-            document, tensors = read_folder(self.folder, KIND, {"epochs": int, "steps": int, "identity": {}})
-        except StorageError as error:
-            raise StorageError(f"{error} To train from scratch, delete this folder or choose another one.") from error
-        own, kept = all_tensors(network), below(tensors, "network.")
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        identity = json.loads(json.dumps(self.identity))
-        if document["identity"] != identity or shape_differences(kept, shapes):
+        tensors, document = read_tensors(self.path)
+        targets = _network_tensors(network)
+        shapes = {name: tensor.shape for name, tensor in targets.items()}
+        saved_shapes = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("network.")}
+        if document["identity"] != json.loads(json.dumps(self.identity)) or saved_shapes != shapes:
             raise StorageError(
-                f"{self.folder} is the checkpoint of another training run or another network: expected {identity}, got "
-                f"{document['identity']}. Delete it, or use another folder."
+                f"{self.path} is the checkpoint of another training run or another network: expected {self.identity}, got "
+                f"{document['identity']}. Delete it, or use another file."
             )
         if document["epochs"] > epochs:
             raise StorageError(
-                f"{self.folder} contains {document['epochs']} epochs, which is more than the {epochs} requested. Request at least as "
-                f"many epochs, or use another folder."
+                f"{self.path} contains {document['epochs']} epochs, which is more than the {epochs} requested. Request at least as "
+                f"many epochs, or use another file."
             )
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(kept[name])
+            for name, tensor in targets.items():
+                tensor.copy_(tensors[name])
         if schedule is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns if the schedule is stepped before the optimiser
                 for _ in range(document["steps"]):
                     schedule.step()
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in sorted(
-            below(tensors, "optimiser.").items()
-        ):  # sort, because files do not preserve the order
+        for name, tensor in sorted(_part(tensors, "optimiser.").items()):  # files do not preserve the order
             index, key = name.split(".", 1)
             state.setdefault(int(index), {})[key] = tensor
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-        return document["epochs"], below(tensors, "more.")
+        return document["epochs"], _part(tensors, "more.")
 
     def remove(self) -> None:
         """Delete the checkpoint after training has finished."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.path.unlink(missing_ok=True)
 
 
 def remaining_epochs(
@@ -151,34 +161,31 @@ def seeded(network: nn.Module, seed: int) -> Iterator[None]:
 
 def train_epoch(
     network: nn.Module,
-    loader: Iterable[Any],
+    loader: Loader,
     optimiser: Optimizer,
-    loss_of: Callable[[Batch, str], tuple[Tensor, float]],
-    where: str,
+    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, float]],
+    place: str,
     *,
     schedule: LRScheduler | None = None,
     seed: int | None = None,
 ) -> None:
     """Take one optimiser step for every batch from a loader.
 
-    `loss_of` takes a batch and its name, which appears in error messages. It returns the loss of the batch, and the mean loss above
-    which training is considered to have diverged. The seed, if given, determines shuffling, augmentation and dropout; otherwise,
-    torch's current random state does.
+    `loss_of` takes a batch of inputs and labels. It returns the loss of the batch, and the mean loss above which training is
+    considered to have diverged. The seed, if given, determines shuffling, augmentation and dropout; otherwise, torch's current
+    random state does. Error messages refer to the epoch as `place`.
     """
-    losses, largest = [], math.inf
+    losses: list[float] = []
+    largest = math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
         network.train()
-        for index, batch in enumerate(batches(loader, "training loader")):
-            place = f"batch {index} of the training loader"
+        for inputs, labels in loader:
             optimiser.zero_grad()
-            loss, largest = loss_of(batch, place)
+            loss, largest = loss_of(inputs, labels)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):  # stop before a step that would corrupt the weights
-                if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
-                    raise DataError(
-                        "expected finite inputs, got NaN or infinite values. Remove or repair these inputs.",
-                        place=place,
-                    )
+                if not bool(torch.isfinite(inputs).all()):
+                    raise DataError(f"{place}: expected finite inputs, got NaN or infinite values.")
                 break
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -187,7 +194,7 @@ def train_epoch(
     mean = statistics.fmean(losses)
     if not mean <= largest or math.isinf(mean):
         raise DivergedError(
-            f"training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
+            f"training diverged in {place} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
             f"Use a lower learning rate. If this does not help, check that the network is suitable for these data."
         )
 
@@ -239,9 +246,8 @@ def train(
             if cuda:
                 torch.cuda.set_rng_state(kept["cuda"], example.device)
 
-        def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
-            assert batch.labels is not None
-            return functional.cross_entropy(network(batch.inputs), batch.labels), math.inf
+        def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+            return functional.cross_entropy(network(inputs), labels), math.inf
 
         options: dict[str, Any] = {"state": state, "resume": resume, "on_epoch": on_epoch}
         for epoch in remaining_epochs(checkpoint, recipe.epochs, network, optimiser, schedule, **options):

@@ -27,8 +27,8 @@ from molaplace.prediction import RegressionPrediction
 from molaplace.saving.files import write_atomically
 from molaplace.saving.schema import check, parse, sealed
 from molaplace_lab.runner import environment
-from molaplace_lab.swag import Swag
-from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, fit_swag, train_mlps
+from molaplace_lab.swag import fit_swag
+from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, train_mlps
 from molaplace_lab.uci.data import SETS, Split, UciSet, read_uci
 
 FORMAT, VERSION = "mola-uci", 1
@@ -176,38 +176,40 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     )
     in_units = targets.double() * split.scale + split.location
     train, validation = ((inputs[rows], in_units[rows]) for rows in (seen, held))
-    likelihood = Gaussian(location=split.location, scale=split.scale)
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MolaWarning)  # ignore the rules' warnings about small validation sets
         for method in methods:
             start = time.perf_counter()
-            predictor = _predictor(method, networks, likelihood, train, validation, seed)
+            predictor = _predictor(method, networks, split, train, validation, seed)
             scores = _scores(predictor, validation[0], split.test[0].float(), split.test[1])
             found[method] = scores | {"seconds": time.perf_counter() - start}
     return found
 
 
 def _predictor(
-    method: str, networks: Sequence[nn.Module], likelihood: Gaussian, train: Rows, validation: Rows, seed: int
+    method: str, networks: Sequence[nn.Module], split: Split, train: Rows, validation: Rows, seed: int
 ) -> Any:
+    likelihood = Gaussian(location=split.location, scale=split.scale)
     if method in ("MAP", "LLLA", "SWAG"):
         networks = networks[:1]
     if method in ("MAP", "DE"):
         return scale_noise(ensemble(networks, likelihood=likelihood), [validation])
     if method == "SWAG":
-        return scale_noise(_swag(networks[0], likelihood, train, seed), [validation])
+        standardised = Labelled(train[0], ((train[1] - split.location) / split.scale).float())
+        draws = _swag_draws(networks[0], standardised, seed)
+        return scale_noise(ensemble(draws, likelihood=likelihood), [validation])
     rule = "distance" if "distance" in method else "nll"
     options: dict[str, Any] = {"structure": STRUCTURE, "rule": rule, "likelihood": likelihood, "progress": False}
     return fit(networks, [train], [validation], **options)
 
 
-def _swag(network: nn.Module, likelihood: Gaussian, train: Rows, seed: int) -> Swag:
-    options: dict[str, Any] = {"weight_decay": RECIPE.weight_decay, "likelihood": likelihood, "progress": False}
+def _swag_draws(network: nn.Module, train: Labelled, seed: int) -> list[nn.Module]:
+    loader = Shuffled(train, SWAG_BATCH)
+    options: dict[str, Any] = {"epochs": SWAG_EPOCHS, "weight_decay": RECIPE.weight_decay, "loss": "squared-error"}
     for rate in RATES:
         try:
-            loader = Shuffled(Labelled(*train), SWAG_BATCH)
-            return fit_swag(network, loader, learning_rate=rate, epochs=SWAG_EPOCHS, seed=seed, **options)
+            return fit_swag(network, loader, learning_rate=rate, seed=seed, progress=False, **options)
         except DivergedError as error:
             diverged = error
     raise diverged

@@ -1,0 +1,37 @@
+"""Checksums that identify data: JSON values, data sets in memory, and the weights of networks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def checksum(*parts: Any) -> str:
+    """Return a checksum of JSON values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def data_checksum(inputs: Tensor, labels: Tensor) -> str:
+    """Return a checksum of inputs and labels in memory."""
+    digest = hashlib.sha256(str(tuple(inputs.shape)).encode())
+    digest.update(inputs.contiguous().numpy().tobytes())
+    digest.update(labels.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def weights_checksum(network: nn.Module) -> str:
+    """Return a checksum of the names, dtypes, shapes and bytes of a network's weights and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def network_checksum(network: nn.Module, architecture: str) -> str:
+    """Return a checksum of the name of a network's architecture and of its weights."""
+    return checksum(architecture, weights_checksum(network))
