@@ -42,7 +42,8 @@ class Team:
                 "there is no process group. Start the script with torchrun and use `with mola.distributed.join() as team:`, or call "
                 "torch.distributed.init_process_group first."
             )
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self._group = group
         if self.size > 1 and "gloo" not in dist.get_backend_config(group):
             # A Gloo group is needed because objects and sums are sent from main memory, which NCCL cannot read.
@@ -56,7 +57,9 @@ class Team:
     def single(cls) -> Team:
         """Make a team of this process alone, without a process group."""
         team = cls.__new__(cls)
-        team.rank, team.size, team._group = 0, 1, None
+        team.rank = 0
+        team.size = 1
+        team._group = None
         return team
 
     def __repr__(self) -> str:
@@ -112,19 +115,23 @@ class Team:
 
         The number of rows may differ between ranks. A rank without rows passes None.
         """
-        own = None if rows is None else rows.detach().cpu().contiguous()
-        forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
+        local = None if rows is None else rows.detach().cpu().contiguous()
+        forms = self.collect(None if local is None else (local.dtype, tuple(local.shape)))
         kinds = {(form[0], form[1][1:]) for form in forms if form is not None}
         if len(kinds) != 1:
-            found = "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
+            received = (
+                "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
+            )
             raise OptionError(
-                f"expected rows on at least one rank, all with the same dtype and row shape; got {found}."
+                f"expected rows on at least one rank, all with the same dtype and row shape; got {received}."
             )
         parts = []
         for rank, form in enumerate(forms):
             if form is None:
                 continue
-            part = own if rank == self.rank and own is not None else torch.empty(form[1], dtype=form[0], device="cpu")
+            part = (
+                local if rank == self.rank and local is not None else torch.empty(form[1], dtype=form[0], device="cpu")
+            )
             if self.size > 1 and part.numel():  # sent as bytes, because Gloo does not support every dtype
                 dist.broadcast(part.view(-1).view(torch.uint8), group=self._group, group_src=rank)
             parts.append(part)

@@ -176,18 +176,18 @@ def load(
         The posterior. `StorageError` is raised if a file is missing or damaged, is newer than this library, or belongs to a different
         network. `OptionError` is raised if `build` is required but not given.
     """
-    place = Path(folder)
-    if not place.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
-        place = _download(str(folder), revision)
-    config = _read_config(place)
+    directory = Path(folder)
+    if not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        directory = _download(str(folder), revision)
+    config = _read_config(directory)
     if build is not None and not callable(build):
         networks = list(build)
     else:
         networks = [
-            _load_network(place / "networks" / str(index), entry, build)
+            _load_network(directory / "networks" / str(index), entry, build)
             for index, entry in enumerate(config["networks"])
         ]
-    return load_posterior(place / "posterior", networks)
+    return load_posterior(directory / "posterior", networks)
 
 
 def is_hub_folder(folder: str | Path) -> bool:
@@ -266,21 +266,21 @@ def _plain(text: str) -> str:
 def _class_names(posterior: MoLA, classes: Sequence[str] | None) -> list[str]:
     head = posterior.components[0].head
     width = posterior.likelihood.num_uncertain(head.outputs) if head else 0
-    known = getattr(getattr(posterior.networks[0], "config", None), "id2label", None)
-    if classes is None and isinstance(known, dict) and known:
-        classes = [known[index] for index in sorted(known)]
+    id2label = getattr(getattr(posterior.networks[0], "config", None), "id2label", None)
+    if classes is None and isinstance(id2label, dict) and id2label:
+        classes = [id2label[index] for index in sorted(id2label)]
     names = [str(name) for name in (range(width) if classes is None else classes)]
     if len(set(names)) != len(names) or len(names) != width:
         raise OptionError(f"must be {width} different names, one for each output; got {names}.", argument="classes")
     return names
 
 
-def _save_network(network: nn.Module, place: Path) -> dict[str, Any]:
+def _save_network(network: nn.Module, directory: Path) -> dict[str, Any]:
     save_pretrained: Any = getattr(network, "save_pretrained", None)
     if save_pretrained is not None:
-        save_pretrained(place)
+        save_pretrained(directory)
     else:
-        save_weights(network, place / WEIGHTS)
+        save_weights(network, directory / WEIGHTS)
     dtypes = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
     return {
         "type": f"{type(network).__module__}.{type(network).__qualname__}",
@@ -309,46 +309,46 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
+def _load_network(directory: Path, entry: dict[str, Any], build: Any) -> nn.Module:
     # The checksums in the posterior reveal weights that are damaged or were initialised at random by transformers.
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if entry["dtype"] and not isinstance(dtype, torch.dtype):
         raise StorageError(
             f"the precision {entry['dtype']!r} in {CONFIG} is unknown; expected the name of a torch dtype. Download the "
             f"folder again.",
-            place=str(place),
+            place=str(directory),
         )
     if build is None:
-        build = _transformers_class(entry, place)
+        build = _transformers_class(entry, directory)
     network: nn.Module
     if not hasattr(build, "from_pretrained"):
         network = build()
         network = network if dtype is None else network.to(dtype)
-        load_weights(network, place / WEIGHTS)
+        load_weights(network, directory / WEIGHTS)
         return network.eval()
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
     if str(getattr(build, "__module__", "")).startswith("transformers.models.auto"):
         options["trust_remote_code"] = False  # otherwise transformers offers to run code from the folder
     try:
-        network = build.from_pretrained(place, **options)
+        network = build.from_pretrained(directory, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise StorageError(f"{place} is damaged or incomplete: {error} Download the folder again.") from error
+        raise StorageError(f"{directory} is damaged or incomplete: {error} Download the folder again.") from error
     return network.eval()
 
 
-def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
+def _transformers_class(entry: dict[str, Any], directory: Path) -> Any:
     # Only transformers classes are looked up by name: importing anything else could run arbitrary code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
         raise OptionError(
-            f"{place} holds a {entry['type']}. Pass a function that builds this network: mola.hub.load(folder, build)."
+            f"{directory} holds a {entry['type']}. Pass a function that builds this network: mola.hub.load(folder, build)."
         )
     with importing(f"loading a {kind[-1]}", "transformers", "transformers"):
         import transformers
     network_class = getattr(transformers, kind[-1], None)
     if not (isinstance(network_class, type) and issubclass(network_class, transformers.PreTrainedModel)):
         raise StorageError(
-            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. Pass a function that "
+            f"{directory} contains a {kind[-1]}, which this version of transformers does not provide. Pass a function that "
             f"builds this network: mola.hub.load(folder, build)."
         )
     return network_class

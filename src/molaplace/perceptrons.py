@@ -32,8 +32,8 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) 
     """
     widths = [inputs, *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for width, following in zip(widths, hidden, strict=False):
-        layers += [nn.Linear(width, following, bias=bias), nn.ReLU()]
+    for width, next_width in zip(widths, hidden, strict=False):
+        layers += [nn.Linear(width, next_width, bias=bias), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs, bias=bias))
 
 
@@ -79,18 +79,26 @@ def train_mlps(
         raise DataError("expected at least one row of training data, got none.")
     # Member seeds are drawn at random, so that ensembles with consecutive seeds share no members.
     seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
-    networks, orders = [], []
+    networks = []
+    orders = []
     with torch.random.fork_rng(devices=[]):
-        for own in seeds:
-            torch.manual_seed(own)
+        for member_seed in seeds:
+            torch.manual_seed(member_seed)
             networks.append(mlp(inputs.shape[1], hidden, outputs, bias=bias).to(inputs.dtype))
             orders.append(torch.Generator())
             orders[-1].set_state(torch.get_rng_state())
-    layers = list(zip(*([one for one in network if isinstance(one, nn.Linear)] for network in networks), strict=True))
+    layers = list(
+        zip(*([module for module in network if isinstance(module, nn.Linear)] for network in networks), strict=True)
+    )
+    # Weights (K, in, out) and biases (K, 1, out) of each layer of all members.
     weights = [
-        nn.Parameter(torch.stack([layer.weight.detach().T for layer in same])) for same in layers
-    ]  # (K, in, out)
-    biases = [nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in same])) for same in layers if bias]
+        nn.Parameter(torch.stack([layer.weight.detach().T for layer in member_layers])) for member_layers in layers
+    ]
+    biases = [
+        nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in member_layers]))
+        for member_layers in layers
+        if bias
+    ]
     stepper = optimiser([*weights, *biases], lr=learning_rate, weight_decay=weight_decay)
     steps = epochs * math.ceil(len(inputs) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepper, steps)
@@ -112,8 +120,8 @@ def train_mlps(
             )
         on_epoch(epoch)
     with torch.no_grad():
-        for index, same in enumerate(layers):
-            for member, layer in enumerate(same):
+        for index, member_layers in enumerate(layers):
+            for member, layer in enumerate(member_layers):
                 layer.weight.copy_(weights[index][member].T)
                 if bias:
                     layer.bias.copy_(biases[index][member, 0])

@@ -34,8 +34,11 @@ with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
 
 Array = np.ndarray[Any, Any]
 
-STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
-"""Target number of steps per epoch for the default batch size, and the smallest and largest default batch sizes."""
+STEPS = 16
+"""Target number of steps per epoch for the default batch size."""
+MIN_BATCH = 32
+MAX_BATCH = 1024
+"""Largest default batch size."""
 
 ROWS = 4096
 """Number of rows per batch for fitting and prediction."""
@@ -88,8 +91,10 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         scaler = StandardScaler().fit(table)
-        self.mean_, self.scale_ = scaler.mean_, scaler.scale_
-        inputs, targets = self._standardised(table), torch.from_numpy(labels)
+        self.mean_ = scaler.mean_
+        self.scale_ = scaler.scale_
+        inputs = self._standardised(table)
+        targets = torch.from_numpy(labels)
 
         def posterior(rows: Any) -> MoLA:
             networks = train_mlps(
@@ -130,7 +135,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             warnings.simplefilter("ignore", MolaWarning)
             start = posterior(~aside)
             tuned = start.tune(batches(aside), rule=rule, progress=False)
-        self.posterior_, self.tuning_ = _with_tuning_of(start, tuned, posterior(slice(None))), tuned.tuning
+        self.posterior_ = _with_tuning_of(start, tuned, posterior(slice(None)))
+        self.tuning_ = tuned.tuning
         return self
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
@@ -160,11 +166,11 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for classifying tabular data.
 
     `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
-    fits their posterior. By default, it chooses the prior precision by maximising the evidence and needs no validation data. Other
-    rules need held-out data: `fit` then sets aside a stratified share of the rows, trains networks on the rest and tunes their
-    posterior on the held-out rows. Finally, it retrains the networks on all rows and applies the tuned prior precision and logit
-    scaling. Everything is computed in float64, and the same `random_state` gives identical results. Sample weights are not supported,
-    because the curvature cannot represent them.
+    fits their posterior. By default, it chooses the prior precision by maximising the evidence, which needs no held-out rows and trains
+    the networks once. Other rules, such as "calibrated", the default of `mola.fit` with validation data, train them twice: `fit` sets
+    aside a stratified share of the rows, trains networks on the rest and tunes their posterior on the held-out rows. Finally, it
+    retrains the networks on all rows and applies the tuned prior precision and logit scaling. Everything is computed in float64, and
+    the same `random_state` gives identical results. Sample weights are not supported, because the curvature cannot represent them.
 
     The labels y have shape (n,), with one class per row, or (n, L) for multi-label data, with values 0 and 1. For multi-label data,
     the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` holds the column indices.
@@ -341,15 +347,18 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             len(X), -1
         )  # a copy, since torch rejects read-only memory
         scaler = StandardScaler().fit(targets)
-        location, scale = scaler.mean_, scaler.scale_
-        noise, rule = self.noise, self.rule
+        location = scaler.mean_
+        scale = scaler.scale_
+        noise = self.noise
+        rule = self.rule
         if (
             targets == targets[0]
         ).all():  # constant targets: predict the constant, with noise as small as its rounding error
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
             rule = None
         likelihood = Gaussian(noise, location=location.tolist(), scale=scale.tolist())
-        centre, width = torch.from_numpy(location), torch.from_numpy(scale)
+        centre = torch.from_numpy(location)
+        width = torch.from_numpy(scale)
 
         def squared_error(outputs: Tensor, some: Tensor) -> Tensor:
             return 0.5 * (outputs - (some - centre) / width).square().sum(1)
@@ -383,7 +392,9 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
     # Apply the settings tuned on held-out data to the networks trained on all data. No data remain for measuring these networks'
     # reference distances, so their training distances are multiplied by the tuned networks' ratio of held-out to training distances.
-    scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
+    scaling = tuned.scaling
+    before = start.scaling.reference
+    now = final.scaling.reference
     if scaling.reference is not None and before is not None and now is not None:
         scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)
         carried = tuple(FeatureScale(*map(_by_ratio, *three)) for three in scales)

@@ -49,21 +49,26 @@ def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
     start: Any = likelihood
     if likelihood.noise is None:
         start = replace(likelihood, noise=1.0 if likelihood.heteroscedastic else likelihood.scale)
-    found, targets = _predict(_with(predictor, start), val_loader)
-    if bool((found.component_mean == targets).all(1).any()):
+    prediction, targets = _predict(_with(predictor, start), val_loader)
+    if bool((prediction.component_mean == targets).all(1).any()):
         raise DataError(
             "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "
             "mola.likelihoods.Gaussian(noise=...)."
         )
     factors = best_factors(
-        found.weights, found.component_mean, found.component_variance, found.component_noise, targets
+        prediction.weights,
+        prediction.component_mean,
+        prediction.component_variance,
+        prediction.component_noise,
+        targets,
     )
     noise = torch.tensor(start.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
     return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
 
 
 def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPrediction, Tensor]:
-    parts, targets = [], []
+    parts = []
+    targets = []
     for index, batch in enumerate(batches(loader, "validation loader")):
         place = f"batch {index} of the validation loader"
         if batch.labels is None:
@@ -75,32 +80,35 @@ def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPredi
                 "the noise as mola.likelihoods.Gaussian(noise=...)."
             )
         with located(place):
-            given = part._targets(batch.labels)
-        if not bool(torch.isfinite(given).all()):
+            values = part._targets(batch.labels)
+        if not bool(torch.isfinite(values).all()):
             raise DataError("expected finite targets. Remove rows without a target.", place=place)
         parts.append(part)
-        targets.append(given)
+        targets.append(values)
     return RegressionPrediction.concatenate(parts), torch.cat(targets)
 
 
 def _with(predictor: Any, likelihood: Gaussian) -> Any:
     if isinstance(predictor, MoLA):
-        return predictor.with_parts(components=[one.with_likelihood(likelihood) for one in predictor.components])
+        return predictor.with_parts(
+            components=[component.with_likelihood(likelihood) for component in predictor.components]
+        )
     return predictor.with_likelihood(likelihood)
 
 
 def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
     """Find the noise factors (D,) that maximise the likelihood of the targets (n, D)."""
-    means, variances, noises = (one.double() for one in (means, variances, noises))
-    rest, error = variances - noises, (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
+    means, variances, noises = (output.double() for output in (means, variances, noises))
+    spread = variances - noises
+    error = (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()
-    found = []
-    for place, middle in enumerate(start.tolist()):
-        one = slice(place, place + 1)
+    factors = []
+    for index, log_start in enumerate(start.tolist()):
+        output = slice(index, index + 1)
 
-        def score(log: float, one: slice = one) -> float:
-            scaled = rest[..., one] + noises[..., one] * math.exp(2 * log)
-            return float(normal_mixtures.log_density(weights, means[..., one], scaled, targets[:, one]).mean())
+        def score(log: float, output: slice = output) -> float:
+            scaled = spread[..., output] + noises[..., output] * math.exp(2 * log)
+            return float(normal_mixtures.log_density(weights, means[..., output], scaled, targets[:, output]).mean())
 
-        found.append(math.exp(maximise(score, middle - math.log(RANGE), middle + math.log(RANGE), coarse=9)))
-    return torch.tensor(found, dtype=torch.float64, device=means.device)
+        factors.append(math.exp(maximise(score, log_start - math.log(RANGE), log_start + math.log(RANGE), coarse=9)))
+    return torch.tensor(factors, dtype=torch.float64, device=means.device)

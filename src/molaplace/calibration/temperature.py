@@ -58,20 +58,22 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     labels = CATEGORICAL.check_labels(labels, members[0], "labels")
     count = len(members)
     shares = uniform_weights(count) if weights is None else check_weights(weights, count)
-    log_weights, step = shares.to(members).log()[:, None], max(1, CHUNK // members[:, 0].numel())
+    log_weights = shares.to(members).log()[:, None]
+    step = max(1, CHUNK // members[:, 0].numel())
     span = float((members.amax(-1) - members.amin(-1)).mean())
     if span == 0:
         warn(
             "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
         )
         return 1.0
-    low, high = math.log(span / RANGE), math.log(span * RANGE)
+    low = math.log(span / RANGE)
+    high = math.log(span * RANGE)
 
     def score(log_temperature: float) -> float:
         total = 0.0
-        for rows, own in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
+        for rows, row_labels in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
             log_probs = torch.log_softmax(math.exp(-log_temperature) * rows, dim=-1)
-            chosen = log_probs.gather(-1, own[None, :, None].expand(count, -1, 1)).squeeze(-1)
+            chosen = log_probs.gather(-1, row_labels[None, :, None].expand(count, -1, 1)).squeeze(-1)
             total += float(torch.logsumexp(chosen + log_weights, dim=0).sum())
         return total / len(labels)
 
@@ -92,9 +94,9 @@ def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelih
     if likelihood.mutually_exclusive:
         return logits, labels
     targets = likelihood.targets(labels).flatten()
-    known = targets >= 0
+    labelled = targets >= 0
     pairs = torch.stack([torch.zeros_like(logits), logits], dim=-1).flatten(1, 2)
-    return pairs[:, known], targets[known]
+    return pairs[:, labelled], targets[labelled]
 
 
 def temperature_scaled(
@@ -131,7 +133,8 @@ def temperature_scaled(
     assert data.labels is not None
     logits, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
     if mean == "logits":
-        plain, chosen = plain.with_pooling(0.0), fit_temperature(mixed(plain.weights, list(logits)), labels)
+        chosen = fit_temperature(mixed(plain.weights, list(logits)), labels)
+        plain = plain.with_pooling(0.0)
     else:
         chosen = fit_temperature(logits, labels, plain.weights)
     return plain.with_temperature(min(max(chosen, 1e-3), 1e3))  # the range that `with_temperature` accepts

@@ -74,9 +74,9 @@ class AnswerThreshold(float):
 
     def __new__(cls, value: float, **guarantee: Any) -> Self:
         """Create a number with the guarantee attached."""
-        made = super().__new__(cls, value)
-        vars(made).update(guarantee)
-        return made
+        threshold = super().__new__(cls, value)
+        vars(threshold).update(guarantee)
+        return threshold
 
     @property
     def share(self) -> float:
@@ -135,25 +135,26 @@ def abstain_threshold(
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
     certain = check_share(certainty, "certainty", "95 % is 0.95.")
-    scores, wrong = calibration.confidence, ~calibration.correct
+    scores = calibration.confidence
+    errors_mask = ~calibration.correct
     if score is not None:
         scores = as_numbers(score, "score")
-        if scores.shape != wrong.shape or bool(scores.isnan().any()):
+        if scores.shape != errors_mask.shape or bool(scores.isnan().any()):
             raise DataError(
-                f"must be one number for each of the {len(wrong)} data points, none of them NaN; got shape "
+                f"must be one number for each of the {len(errors_mask)} data points, none of them NaN; got shape "
                 f"{tuple(scores.shape)} with {int(scores.isnan().sum())} NaN.",
                 argument="score",
             )
-    found = _walk(scores, wrong, rate, 1 - certain)
-    if found is None:
-        raise DataError(_why_none(scores, wrong, rate, 1 - certain))
-    value, answered, errors = found
+    choice = _walk(scores, errors_mask, rate, 1 - certain)
+    if choice is None:
+        raise DataError(_why_none(scores, errors_mask, rate, 1 - certain))
+    value, answered, errors = choice
     return AnswerThreshold(
         value if score is not None else max(value, 0.0),  # 0 instead of -inf, because every confidence is above 0
         score="confidence" if score is None else "own",
         error_rate=rate,
         certainty=certain,
-        count=len(wrong),
+        count=len(errors_mask),
         answered=answered,
         errors=errors,
     )
@@ -172,8 +173,8 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
     )
     # Sum from the last term backwards; in this direction, the ratio of successive terms decreases.
     total = term = 1.0
-    for place in range(errors, 0, -1):
-        term *= place * (1 - rate) / ((count - place + 1) * rate)
+    for index in range(errors, 0, -1):
+        term *= index * (1 - rate) / ((count - index + 1) * rate)
         total += term
         if term < NEGLIGIBLE * total:
             break
@@ -187,49 +188,56 @@ def _fewest(rate: float, delta: float) -> int:
 
 def _starts(count: int, rate: float, delta: float) -> list[int]:
     # Return the numbers of answers at which parts of the level are spent.
-    least, parts = _fewest(rate, delta), 0
+    least = _fewest(rate, delta)
+    parts = 0
     while count >> (parts + 1) >= _fewest(rate, delta / (parts + 1)):
         parts += 1
     if parts:
-        return [count >> place for place in range(1, parts + 1)]
+        return [count >> power for power in range(1, parts + 1)]
     return [least] if least <= count else []
 
 
-def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[float, int, int] | None:
+def _walk(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> tuple[float, int, int] | None:
     # Return the chosen threshold, the number of answers above it, and the number of errors among these answers.
     count = len(scores)
     starts = _starts(count, rate, delta)
     if not starts:
         return None
     ordered, order = scores.sort(descending=True, stable=True)
-    errors = torch.cat([torch.zeros(1, dtype=torch.int64), wrong[order].long().cumsum(0)]).tolist()
+    errors = torch.cat([torch.zeros(1, dtype=torch.int64), errors_mask[order].long().cumsum(0)]).tolist()
     values = [*ordered.tolist(), -math.inf]
     # Number of answers above each threshold, i.e. the number of scores that precede the first score equal to the threshold.
-    places = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]
+    answer_counts = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]
     if values[count - 1] > -math.inf:
-        places.append(count)
+        answer_counts.append(count)
     spent: dict[int, float] = {}
     for start in starts:
         # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores may be above it.
-        place = places[bisect_right(places, start) - 1]
-        spent[place] = spent.get(place, 0.0) + delta / len(starts)
+        answers = answer_counts[bisect_right(answer_counts, start) - 1]
+        spent[answers] = spent.get(answers, 0.0) + delta / len(starts)
     # As long as no error is added, more answers only lower the p-value. Tests are therefore needed only where an error is added or a
     # part of the level is spent.
-    counts = [errors[place] for place in places]
-    tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in spent), len(places)]
-    level, best = 0.0, None
-    for index, following in pairwise(tested):
-        place = places[index]
-        level += spent.get(place, 0.0)
-        if level and binomial_tail(errors[place], place, rate) <= level * (1 + ROUNDING):
-            best = places[following - 1]
+    counts = [errors[answers] for answers in answer_counts]
+    tested = [
+        0,
+        *(i for i in range(1, len(answer_counts)) if counts[i] != counts[i - 1] or answer_counts[i] in spent),
+        len(answer_counts),
+    ]
+    level = 0.0
+    best = None
+    for index, next_index in pairwise(tested):
+        answers = answer_counts[index]
+        level += spent.get(answers, 0.0)
+        if level and binomial_tail(errors[answers], answers, rate) <= level * (1 + ROUNDING):
+            best = answer_counts[next_index - 1]
         else:
             level = 0.0
     return None if best is None else (values[best], best, errors[best])
 
 
-def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
-    count, start = len(scores), f"no threshold guarantees an error rate of {rate:g} with certainty {1 - delta:g}"
+def _why_none(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> str:
+    count = len(scores)
+    start = f"no threshold guarantees an error rate of {rate:g} with certainty {1 - delta:g}"
     fewest = _fewest(rate, delta)
     if count < fewest:
         return (
@@ -237,8 +245,11 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
             f"needed. "
             f"Pass more data, or allow a higher error rate."
         )
-    errors = wrong[scores.argsort(descending=True, stable=True)].long().cumsum(0)
-    share, answers = min((int(errors[place - 1]) / place, place) for place in _starts(count, rate, delta))
+    errors = errors_mask[scores.argsort(descending=True, stable=True)].long().cumsum(0)
+    share, answers = min(
+        (int(errors[answers_tested - 1]) / answers_tested, answers_tested)
+        for answers_tested in _starts(count, rate, delta)
+    )
     remedy = "use a better predictor or score" if share >= rate else "pass more data"
     return (
         f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). "

@@ -44,7 +44,8 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
             f"{int(values.isnan().sum())} NaN.",
             argument="scores",
         )
-    count, rate = len(values), check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
+    count = len(values)
+    rate = check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     if count < data_needed(rate):
         raise DataError(
             f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: on "

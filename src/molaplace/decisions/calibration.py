@@ -24,8 +24,8 @@ SUM_TOLERANCE = 1e-3
 
 def probs_of(prediction: Any) -> Tensor:
     """Convert a `mola.Prediction`, or a tensor or array from any library, to probabilities (n, C) in float64 on the CPU."""
-    given = prediction.probs if hasattr(prediction, "probs") else prediction
-    probs = as_numbers(given, "prediction")
+    values = prediction.probs if hasattr(prediction, "probs") else prediction
+    probs = as_numbers(values, "prediction")
     if probs.ndim != 2 or probs.shape[1] < 2:
         raise DataError(f"expected probabilities (n, C) for at least two classes; got shape {tuple(probs.shape)}.")
     # These comparisons are False for nan, so nan is rejected.
@@ -47,8 +47,8 @@ def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
     """
     ordered, order = probs.sort(dim=1, descending=True, stable=True)
     above = ordered.cumsum(1) - ordered
-    places = torch.arange(1, probs.shape[1] + 1).expand_as(order)
-    return torch.empty_like(above).scatter_(1, order, above), torch.empty_like(order).scatter_(1, order, places)
+    ranks = torch.arange(1, probs.shape[1] + 1).expand_as(order)
+    return torch.empty_like(above).scatter_(1, order, above), torch.empty_like(order).scatter_(1, order, ranks)
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,23 @@ class Calibration:
             return prediction
         probs = probs_of(prediction)
         count, classes = probs.shape
-        given = as_numbers(labels, "labels")
-        if given.shape != (count,):
+        values = as_numbers(labels, "labels")
+        if values.shape != (count,):
             raise DataError(
-                f"must be one class index for each of the {count} predictions; got shape {tuple(given.shape)}.",
+                f"must be one class index for each of the {count} predictions; got shape {tuple(values.shape)}.",
                 argument="labels",
             )
-        wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
-        if bool(wrong.any()):
+        invalid = ~((values >= 0) & (values < classes) & (values == values.floor()))
+        if bool(invalid.any()):
             raise DataError(
-                f"must be integers from 0 to {classes - 1}; got {float(given[wrong][0]):g}.", argument="labels"
+                f"must be integers from 0 to {classes - 1}; got {float(values[invalid][0]):g}.", argument="labels"
             )
-        known, (above, rank) = given.long(), ranked(probs)
-        true = known[:, None]
+        true_classes = values.long()
+        above, rank = ranked(probs)
+        true = true_classes[:, None]
         return cls(
             confidence=probs.amax(1),
-            label=known,
+            label=true_classes,
             true_probability=probs.gather(1, true)[:, 0],
             mass_above=above.gather(1, true)[:, 0],
             true_rank=rank.gather(1, true)[:, 0],
@@ -111,23 +112,24 @@ class Calibration:
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns to save, keyed by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "classes"}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
         """Rebuild calibration data from `columns`, checking the values because they may come from a file."""
-        names = [one.name for one in fields(cls) if one.name != "classes"]
+        names = [field.name for field in fields(cls) if field.name != "classes"]
         kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
-        known = all(
+        well_formed = all(
             name in columns and columns[name].dtype == kinds[name] and columns[name].ndim == 1 for name in names
         )
-        if not known or len({len(columns[name]) for name in names}) != 1:
+        if not well_formed or len({len(columns[name]) for name in names}) != 1:
             raise DataError(
                 f"expected the columns {', '.join(names)}, all of equal length; got {', '.join(columns) or 'nothing'}."
             )
-        made = cls(**{name: columns[name] for name in names}, classes=classes)
-        ranks, labels = made.true_rank, made.label
+        calibration = cls(**{name: columns[name] for name in names}, classes=classes)
+        ranks = calibration.true_rank
+        labels = calibration.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
         if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
             raise DataError(f"expected finite values, and labels and ranks that are valid for {classes} classes.")
-        return made
+        return calibration

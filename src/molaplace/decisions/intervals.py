@@ -95,14 +95,14 @@ def prediction_intervals(
             argument="method",
         )
     low, high, scale = _ends(prediction, method, share)
-    known = as_numbers(targets, "targets")
-    known = known[:, None] if known.ndim == 1 and low.shape[1] == 1 else known
-    if known.shape != low.shape or not bool(known.isfinite().all()):
+    values = as_numbers(targets, "targets")
+    values = values[:, None] if values.ndim == 1 and low.shape[1] == 1 else values
+    if values.shape != low.shape or not bool(values.isfinite().all()):
         raise DataError(
-            f"must be finite values of shape {tuple(low.shape)}, matching the predictions; got shape {tuple(known.shape)}.",
+            f"must be finite values of shape {tuple(low.shape)}, matching the predictions; got shape {tuple(values.shape)}.",
             argument="targets",
         )
-    scores = torch.maximum(low - known, known - high) / scale
+    scores = torch.maximum(low - values, values - high) / scale
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
     return PredictionIntervals(share, method, thresholds(scores, share, "infinite intervals"), len(scores), joint)

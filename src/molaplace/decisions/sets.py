@@ -146,13 +146,13 @@ def prediction_sets(
     scores = _scores(method, *columns, draws, strength, ranks)
     if by == "class":
         threshold = torch.stack(
-            [conformal_quantiles(scores[calibration.label == one], 1 - share) for one in range(calibration.classes)]
+            [conformal_quantiles(scores[calibration.label == label], 1 - share) for label in range(calibration.classes)]
         )
-        lacking = threshold.isinf().nonzero().flatten().tolist()
-        if lacking:
+        rare_classes = threshold.isinf().nonzero().flatten().tolist()
+        if rare_classes:
             warn(
                 f"a coverage of {share:g} requires at least {data_needed(1 - share)} labelled data points of each class. Every set "
-                f"includes the classes that have fewer: {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}."
+                f"includes the classes that have fewer: {', '.join(map(str, rare_classes[:5]))}{', ...' if len(rare_classes) > 5 else ''}."
             )
     else:
         threshold = thresholds(scores, share, "sets of all classes")
@@ -175,5 +175,5 @@ def _scores(
     # Return scores of the same shape as `probability`; `draws` is broadcast to this shape.
     if method == "lac":
         return -probability
-    own = probability if draws is None else draws * probability
-    return above + own + penalty * (rank - free).clamp_min(0)
+    mass = probability if draws is None else draws * probability
+    return above + mass + penalty * (rank - free).clamp_min(0)

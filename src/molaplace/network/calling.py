@@ -50,16 +50,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def as_batch(raw: Any, where: str) -> Batch:
     """Split a loader's batch into inputs and labels; `where` names the batch in messages, as in "batch 3 of the loader"."""
-    inputs, labels = raw, None
+    inputs = raw
+    labels = None
     if isinstance(raw, Mapping):
-        inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
+        inputs = {key: value for key, value in raw.items() if key != LABELS}
+        labels = raw.get(LABELS)
         if not inputs:
             raise DataError(
                 f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
                 place=where,
             )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
-        inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
+        inputs = raw[0]
+        labels = raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):
         size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
         numbers = isinstance(raw, list) and not any(map(torch.is_tensor, raw))
@@ -71,7 +74,7 @@ def as_batch(raw: Any, where: str) -> Batch:
             f"{type(raw).__name__}{size}. {remedy}",
             place=where,
         )
-    if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
+    if any(isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 0 for tensor in tree_leaves(inputs)):
         raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
     if labels is not None and not isinstance(labels, Tensor):
         try:
@@ -95,10 +98,10 @@ def one_batch(inputs: Inputs) -> Inputs:
 
 def check_loader(loader: Any, where: str) -> None:
     """Raise `DataError` if the object cannot be a loader; no batch is read. `where` identifies the object in messages."""
-    tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
+    tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(item, Tensor) for item in loader)
     # A list of tensors is accepted only if all have the same dtype and number of dimensions; in a batch [x, y], these usually
     # differ.
-    batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
+    batch = tensors and (isinstance(loader, tuple) or len({(item.dim(), item.dtype) for item in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
             f"expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
@@ -249,10 +252,10 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
-    own = next(chain(network.parameters(), network.buffers()), None)
+    parameter = next(chain(network.parameters(), network.buffers()), None)
     try:
-        if own is not None:
-            inputs = tree_map_only(Tensor, lambda one: one.to(own.device, non_blocking=True), inputs)
+        if parameter is not None:
+            inputs = tree_map_only(Tensor, lambda leaf: leaf.to(parameter.device, non_blocking=True), inputs)
         if isinstance(inputs, dict) and _takes_keywords(network, inputs):
             output = network(**inputs)
         else:
@@ -270,7 +273,7 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         output = output.logits
     if not isinstance(output, Tensor):
         keys = f" with the keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
-        key = next((repr(one) for one in output), "0") if isinstance(output, Mapping) else "0"
+        key = next((repr(leaf) for leaf in output), "0") if isinstance(output, Mapping) else "0"
         remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
         raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping that contains 'logits'; got "
@@ -295,14 +298,17 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _hint(network: nn.Module, inputs: Inputs) -> str:
     leaves = tree_leaves(inputs)
-    if any(isinstance(one, np.ndarray) for one in leaves):
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
-    if any(hasattr(one, "to_numpy") for one in leaves):
+    if any(hasattr(leaf, "to_numpy") for leaf in leaves):
         return " Convert data frames to tensors with torch.tensor(inputs.to_numpy(), dtype=torch.float32)."
-    given = [one.dtype for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
-    weights = [one.dtype for one in network.parameters() if one.is_floating_point()]
-    if given and weights and not set(given) & set(weights):
-        return f" The weights are {weights[0]}, but the inputs are {given[0]}. Use inputs.to({weights[0]}) or network.to({given[0]})."
+    input_dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    weight_dtypes = [leaf.dtype for leaf in network.parameters() if leaf.is_floating_point()]
+    if input_dtypes and weight_dtypes and not set(input_dtypes) & set(weight_dtypes):
+        return (
+            f" The weights are {weight_dtypes[0]}, but the inputs are {input_dtypes[0]}. Use inputs.to({weight_dtypes[0]}) or "
+            f"network.to({input_dtypes[0]})."
+        )
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return (
             " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
@@ -310,15 +316,15 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
         )
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
-    known = list(signature_of(network).parameters)
-    foreign = [key for key in inputs if key not in known]
-    return f" Keys become keyword arguments of forward, which accepts {known} but not {foreign}. Pass labels under {LABELS!r}."
+    parameters = list(signature_of(network).parameters)
+    unknown = [key for key in inputs if key not in parameters]
+    return f" Keys become keyword arguments of forward, which accepts {parameters} but not {unknown}. Pass labels under {LABELS!r}."
 
 
 def _describe(inputs: Inputs) -> str:
     kinds = (Tensor, np.ndarray)
     described = tree_map_only(
-        kinds, lambda one: f"shape {tuple(one.shape)} and type {str(one.dtype).removeprefix('torch.')}", inputs
+        kinds, lambda array: f"shape {tuple(array.shape)} and type {str(array.dtype).removeprefix('torch.')}", inputs
     )
-    shown = described if isinstance(described, (str, tuple, list, dict)) else f"type {type(described).__name__}"
-    return str(shown).replace("'", "")[:500]
+    text = described if isinstance(described, (str, tuple, list, dict)) else f"type {type(described).__name__}"
+    return str(text).replace("'", "")[:500]

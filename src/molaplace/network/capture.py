@@ -53,10 +53,11 @@ class Captured:
     @staticmethod
     def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
         """Reshape features and outputs with class axis 1 or -1 to (n, positions, width)."""
-        layout, outputs = Layout.of(outputs, axis), outputs.detach()
+        layout = Layout.of(outputs, axis)
+        outputs = outputs.detach()
         rows = layout.by_position(outputs)
-        known = rows[..., :0] if features is None else layout.by_position(features.detach())
-        return Captured(known, rows, layout, head)
+        feature_rows = rows[..., :0] if features is None else layout.by_position(features.detach())
+        return Captured(feature_rows, rows, layout, head)
 
     def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the float64 features phi (m, P), including the constant 1, and outputs (m, C) of the selected rows.
@@ -64,14 +65,16 @@ class Captured:
         By default, all rows are selected. Rows are numbered by input, then by position.
         """
         if index is None:
-            features, outputs = self.features.flatten(0, 1), self.outputs.flatten(0, 1)
+            features = self.features.flatten(0, 1)
+            outputs = self.outputs.flatten(0, 1)
         else:
             count = self.layout.count
             if isinstance(index, slice):
                 index = torch.arange(*index.indices(self.layout.inputs * count), device=self.outputs.device)
             # Flattening first would copy whole feature maps.
-            places = index // count, index % count
-            features, outputs = self.features[places], self.outputs[places]
+            position = index // count, index % count
+            features = self.features[position]
+            outputs = self.outputs[position]
         return to_float64(features) if self.head is None else self.head.lift(features), to_float64(outputs)
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -133,17 +136,20 @@ def capture_all(
 
     Call this function inside `evaluating(*networks)`.
     """
-    seen = []
+    captured = []
     for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
         with located(f"networks[{index}]"):
-            seen.append(capture(network, head, inputs, likelihood))
-    shapes = [(one.layout.inputs, *one.layout.sizes, one.outputs.shape[-1]) for one in seen]
+            captured.append(capture(network, head, inputs, likelihood))
+    shapes = [
+        (network_output.layout.inputs, *network_output.layout.sizes, network_output.outputs.shape[-1])
+        for network_output in captured
+    ]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(
             f"expected networks with outputs of the same shape, because a mixture averages their predictions; got the shapes "
             f"{shapes} (inputs, positions, classes)."
         )
-    return seen
+    return captured
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
@@ -171,7 +177,8 @@ def find_heads(
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
         with located(f"networks[{index}] ({type(unwrapped(network)).__name__})"):
             heads.append(find_head(network, inputs, name, likelihood))
-    outputs, axes = [head.outputs for head in heads], [head.dense_axes for head in heads]
+    outputs = [head.outputs for head in heads]
+    axes = [head.dense_axes for head in heads]
     if len(set(outputs)) > 1:
         raise HeadError(
             f"expected networks with the same number of outputs, because a mixture averages their predictions; got {outputs}."
@@ -220,7 +227,7 @@ class CapturedBatch:
         """Yield the rows in use, at most `size` at a time, or a single empty `Rows` if no row is in use."""
         for part in range(0, max(len(self), 1), size):
             index = self.in_use[part : part + size]
-            pairs = [one.rows(index.to(one.outputs.device)) for one in self.networks]
+            pairs = [captured.rows(index.to(captured.outputs.device)) for captured in self.networks]
             for number, pair in enumerate(pairs):
                 with located(f"{self.place}, networks[{number}]"):
                     check_finite(*pair, index)
@@ -266,12 +273,15 @@ def stream(
         required: whether to raise `DataError` if no batch has a row in use. Pass False when several processes read shards, because a
             shard may be empty.
     """
-    had_labels, any_rows = labelled, first_batch > 0
-    shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
-    with tqdm(batches(loader, where, first_batch, required=required and not first_batch), **shown, leave=False) as bar:
-        for index, (inputs, given) in enumerate(bar, first_batch):
+    had_labels = labelled
+    any_rows = first_batch > 0
+    bar_options = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
+    with tqdm(
+        batches(loader, where, first_batch, required=required and not first_batch), **bar_options, leave=False
+    ) as bar:
+        for index, (inputs, batch_labels) in enumerate(bar, first_batch):
             place = f"batch {index} of the {where}"
-            labels = None if labelled is False else given
+            labels = None if labelled is False else batch_labels
             if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
                     f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
@@ -280,20 +290,21 @@ def stream(
                 )
             had_labels = labels is not None
             with located(place):
-                seen = capture_all(networks, heads, inputs, likelihood)
-                for number, (network, one) in enumerate(zip(networks, seen, strict=True)):
-                    if one.head is None:
+                captured = capture_all(networks, heads, inputs, likelihood)
+                for number, (network, network_output) in enumerate(zip(networks, captured, strict=True)):
+                    if network_output.head is None:
                         with located(f"networks[{number}]"):
-                            check_logits(network, inputs, one.rows(slice(0, 4096))[1], likelihood)
-            labels, in_use = _rows_in_use(seen[0], labels, likelihood, place, ignore_index)
-            if isinstance(positions, int) and seen[0].layout.sizes:
-                drawn = _drawn(seen[0].layout, in_use, positions, first_input)
-                labels, in_use = None if labels is None else labels[drawn], in_use[drawn]
-            batch = CapturedBatch(seen, in_use, labels, place)
+                            check_logits(network, inputs, network_output.rows(slice(0, 4096))[1], likelihood)
+            labels, in_use = _rows_in_use(captured[0], labels, likelihood, place, ignore_index)
+            if isinstance(positions, int) and captured[0].layout.sizes:
+                drawn = _drawn(captured[0].layout, in_use, positions, first_input)
+                labels = None if labels is None else labels[drawn]
+                in_use = in_use[drawn]
+            batch = CapturedBatch(captured, in_use, labels, place)
             any_rows = any_rows or len(batch) > 0
             first_input += batch.inputs
             yield batch
-            del inputs, given, seen, labels, in_use, batch  # free the memory before the next batch is loaded
+            del inputs, batch_labels, captured, labels, in_use, batch  # free the memory before the next batch is loaded
     if required and not any_rows:
         raise DataError(
             f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."
@@ -301,31 +312,33 @@ def stream(
 
 
 def _rows_in_use(
-    seen: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
+    captured: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
 ) -> tuple[Tensor | None, Tensor]:
     # Return the labels of the labelled rows, as converted by the likelihood, and the indices of these rows.
-    in_use, width = torch.arange(seen.layout.inputs * seen.layout.count, device="cpu"), seen.outputs.shape[-1]
+    in_use = torch.arange(captured.layout.inputs * captured.layout.count, device="cpu")
+    width = captured.outputs.shape[-1]
     if labels is None:
         return None, in_use
-    if seen.layout.sizes:
-        labels = seen.layout.labels(labels.cpu(), width, place)
+    if captured.layout.sizes:
+        labels = captured.layout.labels(labels.cpu(), width, place)
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
                 # NaN marks individual labels as missing. A Bernoulli likelihood accepts NaN; a Gaussian likelihood rejects it.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
-        labels, in_use = labels[used], in_use[used]
+        labels = labels[used]
+        in_use = in_use[used]
     else:
         labels = labels.clone()  # the loader may reuse this memory for the next batch
-    device = float64_device(seen.outputs.device)
+    device = float64_device(captured.outputs.device)
     if len(in_use) == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
         return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use
     # The likelihood uses only the device and shape of the outputs.
     outputs = torch.zeros((), dtype=torch.float64, device=device).expand(len(in_use), width)
     labels = likelihood.check_labels(labels, outputs, place)
-    known = likelihood.known(labels)
-    return (labels, in_use) if known is None else (labels[known], in_use[known.cpu()])
+    labelled = likelihood.known(labels)
+    return (labels, in_use) if labelled is None else (labels[labelled], in_use[labelled.cpu()])
 
 
 def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tensor:
@@ -346,8 +359,8 @@ def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = Non
     for name, values in (("features", phi), ("outputs", outputs)):
         affected = (~values.isfinite()).any(1).nonzero()
         if len(affected):
-            named = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
+            where = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
             raise DataError(
-                f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{named}. Check the inputs "
+                f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{where}. Check the inputs "
                 "and the network's weights for NaN. Values may overflow in a float16 network; use bfloat16 or float32 instead."
             )

@@ -113,9 +113,9 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
     """Inside the block, run `hook(layer, input, output)` after each call to these layers, including calls from other threads."""
 
-    def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
+    def run(layer: nn.Module, arguments: tuple[Tensor, ...], *keywords_and_output: Any) -> Any:
         # Keywords are optional, because torch may call the hook without them while another thread is registering it.
-        *keywords, output = rest
+        *keywords, output = keywords_and_output
         return hook(layer, arguments[0] if arguments else keywords[0]["input"], output)
 
     handles = [layer.register_forward_hook(run, with_kwargs=True) for layer in layers]
@@ -128,7 +128,8 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return a head's input and output at the positions of the network's output; the head itself runs at every position."""
-    thread, dtypes = threading.get_ident(), [torch.float32]
+    thread = threading.get_ident()
+    dtypes = [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
         if threading.get_ident() != thread:
@@ -187,10 +188,10 @@ def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tu
 
 def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
     # Return the call whose output is the network's output.
-    for one in reversed(calls):
-        linear = len(one.shape) > 2 or isinstance(one.layer, nn.Linear)
-        if linear and one.tensors is not None and same_tensor(one.tensors[1], outputs):
-            return one
+    for layer_call in reversed(calls):
+        linear = len(layer_call.shape) > 2 or isinstance(layer_call.layer, nn.Linear)
+        if linear and layer_call.tensors is not None and same_tensor(layer_call.tensors[1], outputs):
+            return layer_call
     return None
 
 
@@ -216,33 +217,36 @@ def find_head(
     outputs, calls = _watch(network, inputs)
     if outputs.dim() <= 2:
         outputs = likelihood.check_outputs(
-            outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
+            outputs,
+            [(layer_call.name, layer_call.shape) for layer_call in calls if isinstance(layer_call.layer, nn.Linear)],
         )
     elif _returned(calls, outputs) is None:
         # Another layer, such as one for an auxiliary loss, may run after the head. Keep the tensors of all layers whose outputs have
         # the shape of the network's output.
-        outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
-    found = _returned(calls, outputs)
-    if found is not None:
-        reason = _why_not_linear(found.layer)
+        outputs, calls = _watch(
+            network, inputs, {layer_call.name for layer_call in calls if layer_call.shape == outputs.shape}
+        )
+    returned = _returned(calls, outputs)
+    if returned is not None:
+        reason = _why_not_linear(returned.layer)
         if reason is not None:
-            raise HeadError(f"the network's output is the output of layer {found.name!r}, which {reason}")
-        features, output = found.tensors or (outputs, outputs)
-        if not _is_linear(found.layer, features, output):
+            raise HeadError(f"the network's output is the output of layer {returned.name!r}, which {reason}")
+        features, output = returned.tensors or (outputs, outputs)
+        if not _is_linear(returned.layer, features, output):
             raise HeadError(
-                f"the network's output shares memory with the output of layer {found.name!r} but does not equal the layer's "
+                f"the network's output shares memory with the output of layer {returned.name!r} but does not equal the layer's "
                 f"weight times its input plus its bias. Either the logits are overwritten in place after the layer, or the layer "
-                f"computes something else. Pass a network that returns the unmodified output of {found.name!r}."
+                f"computes something else. Pass a network that returns the unmodified output of {returned.name!r}."
             )
-        head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
+        head = Head(returned.name, returned.layer, dense_axes=outputs.dim() - 2)
     else:
-        carried = _carried_head(network, inputs, outputs, calls)
-        if carried is None:
+        carried_head = _carried_head(network, inputs, outputs, calls)
+        if carried_head is None:
             raise HeadError(_explain(network, outputs, calls))
-        head = carried
+        head = carried_head
     if outputs.dim() > 2:
-        some = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
-        likelihood.check_outputs(some, [(head.name, outputs.shape)])
+        rows = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
+        likelihood.check_outputs(rows, [(head.name, outputs.shape)])
     if expected is not None and head.layer is not expected:
         raise HeadError(
             f"{name!r} was passed, but the network's output is the output of layer {head.name!r}. "
@@ -257,9 +261,10 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     if output.numel() == 0:
         return True
     axis = -1 if isinstance(layer, nn.Linear) else 1
-    some = slice(None) if output.dim() == 2 else slice(1)  # a single input provides enough positions
-    features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
-    weight, bias = layer.weight.flatten(1), layer.bias
+    selected = slice(None) if output.dim() == 2 else slice(1)  # a single input provides enough positions
+    features, outputs = (to_float64(values[selected].movedim(axis, -1)) for values in (features, output))
+    weight = layer.weight.flatten(1)
+    bias = layer.bias
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
         return True  # accept for now; the pass over the loader will raise an error that identifies the batch
@@ -270,20 +275,25 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
 
 def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
     # Return the last layer after which the network only selects, averages or interpolates positions.
-    dense_axes, tried = outputs.dim() - 2, set()
-    for one in reversed(calls):
-        head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
+    dense_axes = outputs.dim() - 2
+    tried = set()
+    for layer_call in reversed(calls):
+        head = Head(layer_call.name, layer_call.layer, every_position=True, dense_axes=dense_axes)
         # The head must be a linear layer if the outputs have shape (n, C), and a convolution if they are dense.
-        kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
-        fits = isinstance(one.layer, kind) and 2 < len(one.shape) == axes and one.shape != outputs.shape
-        alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
-        if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
+        kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(layer_call.shape))
+        fits = (
+            isinstance(layer_call.layer, kind)
+            and 2 < len(layer_call.shape) == axes
+            and layer_call.shape != outputs.shape
+        )
+        alike = layer_call.shape[0] == outputs.shape[0] and layer_call.shape[head.axis] == outputs.shape[head.axis]
+        if layer_call.name in tried or not fits or not alike or _why_not_linear(layer_call.layer) is not None:
             continue
-        tried.add(one.name)
+        tried.add(layer_call.name)
         with suppress(DataError, HeadError):  # on failure, try the next layer; if all fail, _explain reports why
-            features, again = carried_pass(network, head, inputs)
-            same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
-            if same and _is_linear(one.layer, features, again):
+            features, recomputed = carried_pass(network, head, inputs)
+            equal = torch.allclose(recomputed, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
+            if equal and _is_linear(layer_call.layer, features, recomputed):
                 return head
     return None
 
@@ -299,7 +309,7 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     if not isinstance(name, str):
         raise HeadError(f"must be the dotted name of a layer, such as 'fc'; got {name!r}.", argument="head")
     modules = _named_layers(network)
-    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    linear = [layer_name for layer_name, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         raise HeadError(
             f"{name!r} is not a module of the network. Its linear layers are {linear[-8:]}.", argument="head"
@@ -339,18 +349,23 @@ def _why_not_linear(layer: Layer) -> str | None:
 
 
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
-    kind, shape = type(network).__name__, tuple(outputs.shape)
-    near = [one for one in calls if one.tensors is not None and one.shape == shape]
+    kind = type(network).__name__
+    shape = tuple(outputs.shape)
+    near = [layer_call for layer_call in calls if layer_call.tensors is not None and layer_call.shape == shape]
     if not near and len(shape) <= 2:
-        near = [one for one in calls if len(one.shape) <= 2 and isinstance(one.layer, nn.Linear)]
+        near = [
+            layer_call for layer_call in calls if len(layer_call.shape) <= 2 and isinstance(layer_call.layer, nn.Linear)
+        ]
     if near and near[-1].tensors is not None:
         name = near[-1].name
         axis = 1 if isinstance(near[-1].layer, Convolution) else -1
-        such = repr(name) if near[-1].shape[axis] == outputs.shape[axis] else f"a linear layer, such as {name!r},"
+        named_layer = (
+            repr(name) if near[-1].shape[axis] == outputs.shape[axis] else f"a linear layer, such as {name!r},"
+        )
         return (
             f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
             f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
-            f"{_hidden_layers(network)} Pass a network whose forward method returns the output of {such} unchanged."
+            f"{_hidden_layers(network)} Pass a network whose forward method returns the output of {named_layer} unchanged."
         )
     last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
     if len(shape) <= 2:
@@ -378,7 +393,8 @@ def _change(before: Tensor, after: Tensor, axis: int) -> str:
     if before.shape != after.shape:
         several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
         return f"returns shape {tuple(after.shape)}{', perhaps the concatenated outputs of several heads' if several else ''}"
-    before, after = to_float64(before), to_float64(after)
+    before = to_float64(before)
+    after = to_float64(after)
     changes = {
         "copies or converts it": before,
         "applies a softmax to it": before.softmax(axis),

@@ -68,12 +68,12 @@ class Resized(nn.Module):
                 f"expected square images of shape (n, channels, side, side), got shape {tuple(images.shape)}."
             )
         side = images.shape[2]
-        kept = max(1, round(side * self.crop))
-        start = (side - kept) // 2
-        images = images[:, :, start : start + kept, start : start + kept]
-        if kept != self.size:
+        cropped = max(1, round(side * self.crop))
+        start = (side - cropped) // 2
+        images = images[:, :, start : start + cropped, start : start + cropped]
+        if cropped != self.size:
             # Use antialiasing only to shrink images, because not every export runtime supports antialiasing.
             images = functional.interpolate(
-                images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
+                images, (self.size, self.size), mode=self.interpolation, antialias=cropped > self.size
             )
         return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)

@@ -78,8 +78,8 @@ class FitCheckpoint:
         """
         if self.folder is None:
             return None
-        for found in self.folder.glob("rank-*-of-*"):
-            size = found.name.rpartition("-")[2]
+        for shard_folder in self.folder.glob("rank-*-of-*"):
+            size = shard_folder.name.rpartition("-")[2]
             if size.isdigit() and int(size) != self.size:
                 raise StorageError(
                     f"{self.folder} is a checkpoint from a fit with {size} processes, but this fit has "
@@ -89,15 +89,18 @@ class FitCheckpoint:
             return None
         document, tensors = read_folder(self.place, KIND, SCHEMA)
         for name in {**document["identity"], **identity}:
-            first, second = document["identity"].get(name), identity.get(name)
-            if first != second:
-                words = "network weights" if name == "networks" else f"{name} ({first} instead of {second})"
+            saved = document["identity"].get(name)
+            current = identity.get(name)
+            if saved != current:
+                words = "network weights" if name == "networks" else f"{name} ({saved} instead of {current})"
                 raise StorageError(
                     f"{self.folder} is a checkpoint from a fit with different {words}. Pass the networks and options of that "
                     f"fit, or delete the folder to start again."
                 )
-        foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
-        if foreign or len(document["sums"]) != len(identity["networks"]):
+        damaged = [
+            name for name, tensor in tensors.items() if tensor.dtype != torch.float64 or not tensor.isfinite().all()
+        ]
+        if damaged or len(document["sums"]) != len(identity["networks"]):
             raise StorageError(
                 f"{self.place} is damaged: expected finite float64 sums for {len(identity['networks'])} networks. "
                 f"Delete the folder to start again."
@@ -127,8 +130,8 @@ class FitCheckpoint:
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
         entries, tensors = pack_sums(progress.sums)
-        rest = {name: getattr(progress, name) for name in PROGRESS}
-        write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
+        counters = {name: getattr(progress, name) for name in PROGRESS}
+        write_folder(self.place, {"kind": KIND, "identity": dict(identity), **counters, "sums": entries}, tensors)
 
     def remove(self) -> None:
         """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
@@ -140,8 +143,14 @@ class FitCheckpoint:
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return counts and log-likelihoods as JSON, and all tensors keyed by name; each name is prefixed with the component's index."""
-    entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
-    return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
+    entries = [
+        {"count": component_sums.count, "log_likelihood": component_sums.log_likelihood} for component_sums in sums
+    ]
+    return entries, {
+        f"{index}.{name}": value
+        for index, component_sums in enumerate(sums)
+        for name, value in component_sums.tensors.items()
+    }
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:

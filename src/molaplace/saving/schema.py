@@ -59,8 +59,8 @@ def check_depth(value: Any) -> None:
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in document.items() if name != SEAL}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    content = {name: value for name, value in document.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,5 +115,7 @@ KINDS: dict[type, tuple[str, Any]] = {
 
 def _require(valid: bool, path: str, expected: str, value: Any) -> None:
     if not valid:
-        shown = text if len(text := repr(value)) < 60 else type(value).__name__
-        raise StorageError(f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {shown}.")
+        given_text = text if len(text := repr(value)) < 60 else type(value).__name__
+        raise StorageError(
+            f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {given_text}."
+        )

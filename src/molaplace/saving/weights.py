@@ -40,10 +40,10 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
         metadata: short strings to store with the weights, such as the network's name.
     """
     state = network.state_dict()
-    foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
-    if foreign:
+    unsavable = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
+    if unsavable:
         raise OptionError(
-            f"the entries {_listed(foreign)} of the network's state dict cannot be saved as weights, because they are not tensors "
+            f"the entries {_listed(unsavable)} of the network's state dict cannot be saved as weights, because they are not tensors "
             f"with a known shape."
         )
     # Clone the tensors, because safetensors rejects tensors that share memory, such as tied weights.
@@ -197,5 +197,5 @@ def _match(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tuple[
 
 
 def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + rest if names else "nothing"
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more if names else "nothing"
