@@ -23,7 +23,8 @@ HALVINGS = 60
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Return the weights (K, 1, ..., 1), the means and the standard deviations, all in float64.
-    means, deviations = to_float64(means), to_float64(variances).sqrt()
+    means = to_float64(means)
+    deviations = to_float64(variances).sqrt()
     return to_float64(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
 
 
@@ -38,10 +39,10 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
     Outputs are independent within each component, but not in the mixture.
     """
     shares, means, deviations = _lifted(weights, means, variances)
-    each = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
+    log_densities = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
     if joint:
-        each, shares = each.sum(-1), shares.squeeze(-1)
-    return torch.logsumexp(each + shares.log(), dim=0)
+        return torch.logsumexp(log_densities.sum(-1) + shares.squeeze(-1).log(), dim=0)
+    return torch.logsumexp(log_densities + shares.log(), dim=0)
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
@@ -59,14 +60,18 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
     if level > 0.5:  # digits are lost near F = 1, so use the mirror image
         return -quantile(weights, -means, variances, 1 - level)
     shares, means, deviations = _lifted(weights, means, variances)
-    known = shares.flatten() > 0
-    shares, means, deviations = shares[known], means[known], deviations[known]
-    own = means + deviations * torch.special.ndtri(means.new_tensor(level))
-    low, high = own.amin(0), own.amax(0)
+    positive = shares.flatten() > 0
+    shares = shares[positive]
+    means = means[positive]
+    deviations = deviations[positive]
+    quantiles = means + deviations * torch.special.ndtri(means.new_tensor(level))
+    low = quantiles.amin(0)
+    high = quantiles.amax(0)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         below = (shares * torch.special.ndtr((middle - means) / deviations)).sum(0) <= level
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low = torch.where(below, middle, low)
+        high = torch.where(below, high, middle)
     return (low + high) / 2
 
 

@@ -47,18 +47,16 @@ def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     A mean over these draws has the same expectation as a mean over random draws, but a smaller error if only a few dimensions
     matter. `count` must be a power of two.
     """
-    even = min(size, SOBOL_DIMENSIONS)
-    engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    sobol_size = min(size, SOBOL_DIMENSIONS)
+    engine = torch.quasirandom.SobolEngine(sobol_size, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
     smallest = torch.finfo(torch.float64).eps
     points = engine.draw(count, dtype=torch.float64)
     points[0] = points[0].float()  # torch draws the first point in its default dtype, which the user may have changed
     normals = torch.special.ndtri(points.clamp(smallest, 1 - smallest))
-    if size == even:
+    if size == sobol_size:
         return normals
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.cat(
-        [normals, torch.randn(count, size - even, generator=generator, dtype=torch.float64, device="cpu")], dim=1
-    )
+    return torch.cat([normals, standard_normals((count, size - sobol_size), generator)], dim=1)
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:

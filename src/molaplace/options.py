@@ -31,7 +31,7 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
     raise OptionError(f"must be {names}{more}; got {name!r}.{did_you_mean(name, known)}", argument=argument)
 
 
-MEANT = {
+SYNONYMS = {
     **dict.fromkeys(("kfac", "k-fac", "kronecker"), "kron"),
     "regression": "gaussian",
     **dict.fromkeys(("softmax", "multiclass", "multi-class"), "categorical"),
@@ -44,14 +44,14 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
     """Return a "Did you mean" hint with the most similar known name, or "" if no name is similar."""
     if not isinstance(name, str):
         return ""
-    meant = MEANT.get(name.lower())
-    near = [meant] if meant in known else difflib.get_close_matches(name.lower(), known, 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    synonym = SYNONYMS.get(name.lower())
+    similar = [synonym] if synonym in known else difflib.get_close_matches(name.lower(), known, 1)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
-def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return a count and its noun, such as "1 network" or "3 networks"; `many` is the plural if it is irregular."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def counted(count: int, singular: str, plural: str | None = None) -> str:
+    """Return a count and its noun, such as "1 network" or "3 networks"; `plural` is needed only if it is irregular."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def is_real(value: object) -> bool:

@@ -12,7 +12,7 @@ probability. The log-likelihood is computed jointly over all D outputs. Every ot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError
-from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian
+from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood
 from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
 from molaplace.outliers import max_logit_score, max_probability_score
 from molaplace.prediction import Field, Prediction, RegressionPrediction
@@ -230,11 +230,7 @@ def _regression_columns(
     columns = {"std": exact.std.mean(1)}
     if labels is None:
         return columns
-    if isinstance(
-        likelihood, Gaussian
-    ):  # predicted variances are separate here, so the means have one column per target
-        likelihood = replace(likelihood, heteroscedastic=False)
-    targets = likelihood.check_labels(labels.to(exact.mean.device), exact.mean, where)
+    targets = likelihood.check_targets(labels, exact.mean, where)
     squares = (exact.mean - targets).square()
     crps = exact.crps(targets)
     smallest_level = (2 * exact.cdf(targets) - 1).abs()

@@ -250,8 +250,13 @@ class RegressionLikelihood(Likelihood):
     """A likelihood for regression, with an independent distribution for each of D outputs."""
 
     classification = False
+
     mixture_type: type[RegressionPredictive]
     """Class of the predictive distribution. Its constructor takes the components' weights and moments."""
+
+    def check_targets(self, labels: Tensor, means: Tensor, where: str) -> Tensor:
+        """Return the labels in canonical form, given only predicted means (n, D), or raise a `DataError` that mentions `where`."""
+        return self.check_labels(labels, means, where)
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:

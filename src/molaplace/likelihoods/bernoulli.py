@@ -101,27 +101,27 @@ class Bernoulli(ClassificationLikelihood):
             )
         if labels.is_complex():
             raise DataError(f"expected labels that are 0 or 1, got {labels.dtype}.", place=where)
-        read = labels.to(outputs.device).to(outputs.dtype if outputs.dtype == torch.float64 else torch.float64)
-        missing = read.isnan() | (read == MISSING)
-        invalid = ~(missing | (read == 0) | (read == 1))
+        values = labels.to(outputs.device).to(torch.float64)
+        missing = values.isnan() | (values == MISSING)
+        invalid = ~(missing | (values == 0) | (values == 1))
         if bool(invalid.any()):
-            found = read[invalid]
+            others = values[invalid]
             remedy = (
                 "For class indices, use likelihood='categorical'. Otherwise, pass 0 or 1, or use -100 or NaN for a missing label."
-                if bool((found == found.round()).all())
+                if bool((others == others.round()).all())
                 else "Soft labels are not supported. Pass 0 or 1, or use -100 or NaN for a missing label."
             )
             raise DataError(
-                f"labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
+                f"labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(others[0]):.4g}. "
                 f"{remedy}",
                 place=where,
             )
-        return torch.where(missing, torch.nan, read)
+        return torch.where(missing, torch.nan, values)
 
     def known(self, labels: Tensor) -> Tensor | None:
         """Return a mask (n,) of the data that have at least one label, or None if every datum has one."""
-        some = ~labels.isnan().all(1)
-        return None if bool(some.all()) else some
+        known = ~labels.isnan().all(1)
+        return None if bool(known.all()) else known
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of "yes": the sigmoid of each logit."""
@@ -135,8 +135,8 @@ class Bernoulli(ClassificationLikelihood):
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return `p (1 - p)` for each output, or 0 if its label is missing."""
         # The product of the two sigmoids stays accurate when the network is almost certain, whereas p (1 - p) does not.
-        own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
-        return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
+        separate = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        return OutputCurvature(separate if labels is None else torch.where(labels.isnan(), 0.0, separate))
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
         """Return the predictive distribution with the given probabilities (..., n, C)."""

@@ -159,9 +159,9 @@ class Categorical(ClassificationLikelihood):
                 quarters.append(probs[:, None].expand(-1, 4, -1))
             else:
                 noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
-                probs, each = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
+                probs, draw_entropies = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
                 quarters.append(probs.view(*mean.shape[:1], 4, draws // 4, mean.shape[1]).mean(2))
-                uncertainty = each.mean(1)
+                uncertainty = draw_entropies.mean(1)
             entropies.append(uncertainty)
         total = entropy_limit(mixed(members.weights, quarters))
         return unexplained_share(total, mixed(members.weights, entropies))

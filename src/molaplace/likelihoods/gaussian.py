@@ -115,9 +115,9 @@ class Gaussian(RegressionLikelihood):
 
     def settings(self) -> dict[str, Any]:
         """Return a JSON-serialisable dictionary of the constructor arguments that differ from their defaults."""
-        plain = Gaussian()
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        default = Gaussian()
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
     # Outputs.
@@ -149,12 +149,12 @@ class Gaussian(RegressionLikelihood):
                 f"heteroscedastic=True needs two outputs for each target, a mean and a variance, but the network has {width} outputs."
             )
         for name in ("noise", "location", "scale"):
-            given: Any = getattr(self, name)
-            if given is None or len(given) in (1, self.num_uncertain(width)):
+            values: Any = getattr(self, name)
+            if values is None or len(values) in (1, self.num_uncertain(width)):
                 continue
             targets = counted(self.num_uncertain(width), "target")
             raise HeadError(
-                f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
+                f"{name} has {len(values)} values, but the networks have {counted(width, 'output')} for {targets} "
                 f"with heteroscedastic={self.heteroscedastic}. With heteroscedastic=True, half of the outputs are variances. Pass one "
                 f"value, or one value per target."
             )
@@ -164,10 +164,10 @@ class Gaussian(RegressionLikelihood):
         """Return the variances (..., D) at unit noise, in the network's units: 1 unless the network is heteroscedastic."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
-        given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
+        encoded = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
         if self.variance == "softplus":
-            return functional.softplus(given).clamp_min(VARIANCE_FLOOR)
-        return (given if self.variance == "log-variance" else 2 * given).exp().clamp_min(VARIANCE_FLOOR)
+            return functional.softplus(encoded).clamp_min(VARIANCE_FLOOR)
+        return (encoded if self.variance == "log-variance" else 2 * encoded).exp().clamp_min(VARIANCE_FLOOR)
 
     def noise_variance(self, outputs: Tensor) -> Tensor:
         """Return the noise variances (..., D) for outputs (..., C), in the network's units."""
@@ -192,8 +192,8 @@ class Gaussian(RegressionLikelihood):
 
     def in_units(self, means: Tensor) -> Tensor:
         """Convert the network's means (..., D) to the targets' units."""
-        location, scale = (one.to(means) for one in self.units(means.shape[-1]))
-        return location + scale * means
+        location, scale = self.units(means.shape[-1])
+        return location.to(means) + scale.to(means) * means
 
     def variance_in_units(self, variance: Tensor) -> Tensor:
         """Convert the network's variances (..., D) to the targets' units."""
@@ -203,18 +203,22 @@ class Gaussian(RegressionLikelihood):
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
         """Return targets (n, D) as float64, in the user's units. Targets of shape (n,) are accepted if D = 1."""
-        count, width = len(outputs), self.num_uncertain(outputs.shape[1])
-        given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
-        if given.shape != (count, width):
+        return self.check_targets(labels, self.means(outputs), where)
+
+    def check_targets(self, labels: Tensor, means: Tensor, where: str) -> Tensor:
+        """Return targets (n, D) as float64, in the user's units, on the device of the means (n, D)."""
+        count, width = means.shape
+        targets = labels[:, None] if labels.dim() == 1 and width == 1 else labels
+        if targets.shape != (count, width):
             raise DataError(
                 f"expected targets of shape ({count}, {width}), one for each of the {width} outputs; got shape "
                 f"{tuple(labels.shape)}. For class indices, use likelihood='categorical'. If half of the outputs are variances, use "
                 f"mola.likelihoods.Gaussian(heteroscedastic=True).",
                 place=where,
             )
-        if given.is_complex():
+        if targets.is_complex():
             raise DataError(f"expected real targets, got {labels.dtype}.", place=where)
-        targets = to_float64(given.to(outputs.device))
+        targets = to_float64(targets.to(means.device))
         if not bool(torch.isfinite(targets).all()):
             row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
             raise DataError(
@@ -223,15 +227,16 @@ class Gaussian(RegressionLikelihood):
         return targets
 
     def _standardised(self, labels: Tensor) -> Tensor:
-        location, scale = (one.to(labels) for one in self.units(labels.shape[1]))
-        return (labels - location) / scale
+        location, scale = self.units(labels.shape[1])
+        return (labels - location.to(labels)) / scale.to(labels)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the joint log density (n,) of each datum's targets, in the user's units."""
-        means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
+        means = to_float64(self.means(outputs))
+        variance = to_float64(self.noise_variance(outputs))
         targets = self._standardised(labels.to(means))
-        each = normal_mixtures.normal_log_density(means, variance, targets)
-        return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
+        _, scale = self.units(means.shape[1])
+        return (normal_mixtures.normal_log_density(means, variance, targets) - scale.log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return the curvature at unit noise, i.e. 1 or the reciprocal of the predicted variance; the noise is chosen later."""
@@ -243,10 +248,11 @@ class Gaussian(RegressionLikelihood):
         The rows are the sums of the squared residuals at unit noise, of the logarithms of the predicted variances, of the targets,
         and of the squared targets, all in the network's units.
         """
-        means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
+        means = to_float64(self.means(outputs))
+        predicted = to_float64(self.predicted_variance(outputs))
         targets = self._standardised(labels.to(means.device))
-        summed = ((targets - means).square() / predicted, predicted.log(), targets, targets.square())
-        return {"targets": torch.stack([one.sum(0) for one in summed])}
+        statistics = ((targets - means).square() / predicted, predicted.log(), targets, targets.square())
+        return {"targets": torch.stack([values.sum(0) for values in statistics])}
 
     def fitted(self, sums: Sums) -> Gaussian:
         """Return the likelihood with the given noise or, if none was given, with noise estimated from the training residuals."""
@@ -256,17 +262,19 @@ class Gaussian(RegressionLikelihood):
             return replace(self, noise=1.0, estimated=True)
         if "targets" not in sums.tensors:
             self.deviation(1)  # this call raises an error, because the noise is unknown without targets
-        squares, _, total, power = sums.tensors["targets"].cpu()
+        residual_squares, _, target_sums, target_squares = sums.tensors["targets"].cpu()
         count = sums.count
-        constant = (power / count - (total / count).square() <= CONSTANT * power / count).nonzero().flatten().tolist()
+        means = target_sums / count
+        mean_squares = target_squares / count
+        constant = (mean_squares - means.square() <= CONSTANT * mean_squares).nonzero().flatten().tolist()
         if constant:
-            which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
-            value = float(self.in_units((total / count)[None])[0, constant[0]])
+            subject = "the target is" if len(means) == 1 else f"target {constant[0]} is"
+            value = float(self.in_units(means[None])[0, constant[0]])
             raise DataError(
-                f"{which} constant ({value:.6g}) in all {count:,} training examples, so the noise cannot be estimated. Check the "
+                f"{subject} constant ({value:.6g}) in all {count:,} training examples, so the noise cannot be estimated. Check the "
                 f"targets, or pass mola.likelihoods.Gaussian(noise=...)."
             )
-        variance = (squares.mean().expand_as(squares) if self.shared else squares) / count
+        variance = (residual_squares.mean().expand_as(means) if self.shared else residual_squares) / count
         if bool((variance.sqrt() <= SMALLEST).any()):
             raise DataError(
                 "the network fits the training targets exactly, so the noise cannot be estimated from its residuals. Pass "
@@ -290,10 +298,12 @@ class Gaussian(RegressionLikelihood):
         """Return the log-likelihood of all training targets at this noise level."""
         if "targets" not in sums.tensors:
             return None
-        squares, logs, *_ = sums.tensors["targets"].cpu()
-        variance, count = self.deviation(len(squares)).square(), sums.count
-        each = -0.5 * (squares / variance + logs + count * variance.log()) - count * normal_mixtures.HALF_LOG_TAU
-        return float((each - count * self.units(len(squares))[1].log()).sum())
+        residual_squares, log_variances, *_ = sums.tensors["targets"].cpu()
+        width = len(residual_squares)
+        variance = self.deviation(width).square()
+        _, scale = self.units(width)
+        constants = variance.log() + 2 * normal_mixtures.HALF_LOG_TAU + 2 * scale.log()
+        return float(-0.5 * (residual_squares / variance + log_variances + sums.count * constants).sum())
 
     # Prediction.
 
@@ -327,12 +337,12 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
     try:
         if isinstance(value, Tensor):
             value = value.detach().cpu().tolist()
-        listed = [value] if is_real(value) else list(value.tolist() if hasattr(value, "tolist") else value)
-        numbers = tuple(math.nan if isinstance(one, (bool, str, bytes)) else float(one) for one in listed)
+        items = [value] if is_real(value) else list(value.tolist() if hasattr(value, "tolist") else value)
+        numbers = tuple(math.nan if isinstance(item, (bool, str, bytes)) else float(item) for item in items)
     except (TypeError, ValueError, OverflowError):
         numbers = (math.nan,)
     low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
-    if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
+    if not numbers or not all(math.isfinite(number) and low <= number <= high for number in numbers):
         bounds = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
         raise OptionError(
             f"must be a finite number{bounds}, or one such number per output; got {value!r}.", argument=argument

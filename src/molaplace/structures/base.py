@@ -98,7 +98,8 @@ class Structure(ABC):
 
 def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
     """Raise `StructureTooLargeError` if fitting networks with these numbers of features would need more memory than is free."""
-    needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
+    needed = sum(structure.bytes(width, outputs) for width in features)
+    free = _free_memory()
     if free is not None and needed > free:
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
         raise StructureTooLargeError(
@@ -111,9 +112,9 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
 def _free_memory() -> int | None:
     # Return the available memory on Linux, the total memory on other systems, or None if it is unknown.
     with suppress(OSError):
-        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
-        if found is not None:
-            return 1024 * int(found[1])
+        match = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+        if match is not None:
+            return 1024 * int(match[1])
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
@@ -199,8 +200,8 @@ class Spread:
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
         # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
         # 1000 classes, computing the variances takes most of the time.
-        precisions, places = torch.unique(self.precision, return_inverse=True)
-        return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
+        precisions, indices = torch.unique(self.precision, return_inverse=True)
+        return self.curvature.variance(self.phi, precisions, centred=centred)[indices] / self.divisor**2
 
     def covariance(self, *, centred: bool = False) -> Tensor:
         """Return the covariance (..., n, C, C) of the logits for a single prior precision."""
@@ -275,7 +276,8 @@ def centred_variance(variance: Tensor) -> Tensor:
 
 def centred_diagonal(variance: Tensor) -> Tensor:
     """Return the covariance (..., C, C) of independent outputs with variances (..., C) after their mean is subtracted."""
-    outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
+    outputs = variance.shape[-1]
+    mean = variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 

@@ -44,8 +44,8 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
     directions = features / torch.where(norms > 0, norms, 1)[:, None]
     # The sums are sparse because a batch contains only a few classes. With 32,000 classes, building dense tables would take most of
     # the time.
-    shape, device = (num_groups, features.shape[1]), features.device
-    sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=device, check_invariants=False)
+    shape = (num_groups, features.shape[1])
+    sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=features.device, check_invariants=False)
     count = norms.new_tensor(float(len(features) if predicted and num_groups > 1 else 0))
     return {
         COUNTS: torch.bincount(groups, minlength=num_groups).to(features),
@@ -82,11 +82,14 @@ class ClassDistance:
         counts, totals, gram, norms = (
             sums.tensors[name].cpu().to_dense() for name in (COUNTS, DIRECTIONS, GRAM, NORMS)
         )
-        counts, totals = counts[counts > 0], totals[counts > 0]
-        number, width = float(counts.sum()), totals.shape[1]
+        totals = totals[counts > 0]
+        counts = counts[counts > 0]
+        number = float(counts.sum())
+        width = totals.shape[1]
         means = totals / counts[:, None]
         within = (gram - means.T @ totals) / number
-        size, rounding = float(torch.linalg.matrix_norm(within)), ROUNDING * math.sqrt(number)
+        size = float(torch.linalg.matrix_norm(within))
+        rounding = ROUNDING * math.sqrt(number)
         ridge = max(RIDGE * size, rounding)
         within.diagonal().add_(ridge)
         lower, failed = torch.linalg.cholesky_ex(within)
@@ -115,8 +118,7 @@ class ClassDistance:
 
     def to(self, device: torch.device) -> ClassDistance:
         """Return the same distances on another device."""
-        root, means, squares = (one.to(device) for one in (self.root, self.means, self.squares))
-        return replace(self, root=root, means=means, squares=squares)
+        return replace(self, root=self.root.to(device), means=self.means.to(device), squares=self.squares.to(device))
 
     def logs(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log distances (n,) and the log norms (n,) of features (n, P), with or without the constant 1."""
