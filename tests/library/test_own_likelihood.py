@@ -40,14 +40,15 @@ class CountMixture(RegressionPredictive):
         return torch.from_numpy((weights * counts.cdf(values.cpu().numpy())).sum(0))
 
     def quantile(self, level):
-        found = torch.zeros_like(self.point(), dtype=torch.float64)
-        while bool((low := self.cdf(found) < level).any()):
-            found = found + low
-        return found
+        counts = torch.zeros_like(self.point(), dtype=torch.float64)
+        while bool((below := self.cdf(counts) < level).any()):
+            counts = counts + below
+        return counts
 
     def crps(self, targets):
         last = int(max(targets.max(), self.quantile(1 - 1e-9).max()))
-        steps = [self.cdf(torch.full_like(targets, one)) - (one >= targets).double() for one in range(last + 1)]
+        counts = range(last + 1)
+        steps = [self.cdf(torch.full_like(targets, count)) - (count >= targets).double() for count in counts]
         return torch.stack(steps).square().sum(0)
 
 
@@ -74,10 +75,10 @@ class Poisson(RegressionLikelihood):
     def predictive(self, members, link, seed=None):
         logs = pooled(members.outputs, members.weights, members.pooling)
         zero = torch.zeros_like(members.outputs[0])
-        spreads = torch.stack([zero if one is None else one.variance() for one in members.spreads])
-        spreads = spreads * torch.stack(list(members.divisors)).square()
-        rates = (torch.stack(list(logs)) + spreads / 2).exp()
-        return CountMixture(members.weights, rates, rates + rates.square() * spreads.expm1(), rates)
+        variances = torch.stack([zero if spread is None else spread.variance() for spread in members.spreads])
+        variances = variances * torch.stack(list(members.divisors)).square()
+        rates = (torch.stack(list(logs)) + variances / 2).exp()
+        return CountMixture(members.weights, rates, rates + rates.square() * variances.expm1(), rates)
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +119,9 @@ def test_a_registered_likelihood_is_fitted_tuned_called_saved_and_evaluated(tmp_
     loaded = mola.load(posterior.save(tmp_path / "posterior"), networks)
     assert_close(loaded(new), posterior(new), "float64")
     table = mola.evaluate({"MoLA": posterior}, [(new, counts[250:])], likelihood="poisson")
-    found = table["MoLA", "test"]
-    assert_close(found["nll"].value, -float(prediction.log_prob(counts[250:]).mean()), "float64")
-    assert 0.8 < found["coverage"].value <= 1
+    metrics = table["MoLA", "test"]
+    assert_close(metrics["nll"].value, -float(prediction.log_prob(counts[250:]).mean()), "float64")
+    assert 0.8 < metrics["coverage"].value <= 1
 
 
 def test_its_laplace_approximation_is_the_hessian_of_its_log_likelihood():
@@ -142,7 +143,7 @@ def test_its_laplace_approximation_is_the_hessian_of_its_log_likelihood():
         return -(counts[:200] * logs - logs.exp()).sum() + weights.square().sum()
 
     hessian = torch.autograd.functional.hessian(loss, start).view(9, 9)
-    one = torch.cat([network[:-1](inputs[250:251]), torch.ones(1, 1)], 1).detach()
-    variance = float(one @ torch.linalg.inv(hessian) @ one.T)
+    features = torch.cat([network[:-1](inputs[250:251]), torch.ones(1, 1)], 1).detach()
+    variance = float(features @ torch.linalg.inv(hessian) @ features.T)
     mean = float(network(inputs[250:251]).detach())
     assert_close(posterior(inputs[250:251]), torch.tensor([[math.exp(mean + variance / 2)]]), "float64")
