@@ -118,7 +118,7 @@ def fit_and_predict() -> None:
     for name, count in (("train", 40), ("val", 40), ("test", 60), ("many", 600)):
         rng = np.random.default_rng(count)
         np.savez(f"{name}.npz", x=rng.random((count, 1, 8, 8)).astype(np.float32), y=rng.integers(0, 5, count))
-    command("fit --network mlp --weights net.safetensors --train train.npz --val val.npz --output fitted")
+    command("fit net.safetensors --network mlp --train train.npz --val val.npz --output fitted")
     predict("test")
 
 

@@ -28,7 +28,8 @@ def with_job(folder: Path, text: str) -> Path:
     """A posterior's folder with another job in both of its files, sealed, as anyone who makes a folder can write it."""
     path = folder / "posterior.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps(sealed(document | {"job": tomllib.loads(text)})))
+    job = document["job"] | tomllib.loads(text)
+    path.write_text(json.dumps(sealed(document | {"job": job})))
     (folder / "job.toml").write_text(text)
     return folder
 

@@ -1,14 +1,8 @@
 """Mixtures of Laplace approximations: calibrated uncertainty for trained PyTorch networks."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
-
-from molaplace.decisions import abstain_threshold, alarm_threshold, prediction_intervals, prediction_sets
-from molaplace.fitting import ensemble, fit
-from molaplace.loading import load
-from molaplace.mixture import Mixture
-from molaplace.posterior import MoLA
-from molaplace.prediction import Prediction, RegressionPrediction
 
 if TYPE_CHECKING:
     from molaplace import (
@@ -24,7 +18,13 @@ if TYPE_CHECKING:
         structures,
         whole,
     )
-    from molaplace.evaluation import evaluate
+    from molaplace.decisions import abstain_threshold, alarm_threshold, prediction_intervals, prediction_sets
+    from molaplace.evaluation.evaluate import evaluate
+    from molaplace.fitting import ensemble, fit
+    from molaplace.loading import load
+    from molaplace.mixture import Mixture
+    from molaplace.posterior import MoLA
+    from molaplace.prediction import Prediction, RegressionPrediction
     from molaplace.sklearn import MolaClassifier, MolaRegressor
 
 __version__ = "0.1.0"
@@ -57,41 +57,37 @@ __all__ = [
     "whole",
 ]
 
-_MODULES = (
-    "calibration",
-    "distributed",
-    "errors",
-    "export",
-    "hub",
-    "images",
-    "likelihoods",
-    "links",
-    "rules",
-    "structures",
-    "whole",
-)
 _HOMES = ("errors", "rules", "structures", "links", "likelihoods", "calibration")
-_LAZY = {
-    "MolaClassifier": "molaplace.sklearn",
-    "MolaRegressor": "molaplace.sklearn",
-    "evaluate": "molaplace.evaluation",
+_NAMES = {
+    "Mixture": "mixture",
+    "MoLA": "posterior",
+    "MolaClassifier": "sklearn",
+    "MolaRegressor": "sklearn",
+    "Prediction": "prediction",
+    "RegressionPrediction": "prediction",
+    "abstain_threshold": "decisions",
+    "alarm_threshold": "decisions",
+    "ensemble": "fitting",
+    "evaluate": "evaluation",
+    "fit": "fitting",
+    "load": "loading",
+    "prediction_intervals": "decisions",
+    "prediction_sets": "decisions",
 }
 
 
 def __getattr__(name: str) -> object:
-    # Modules that the core does not need are imported on first use.
-    if name in _MODULES:
+    # Everything is imported on first use, so that a command's help does not wait for torch.
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"molaplace.{_NAMES[name]}"), name)
+    if name.startswith("_"):
+        raise AttributeError(f"module 'molaplace' has no attribute {name!r}")
+    if importlib.util.find_spec(f"molaplace.{name}") is not None:
         return importlib.import_module(f"molaplace.{name}")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    homes = (
-        home
-        for home in _HOMES
-        if not name.startswith("_") and hasattr(importlib.import_module(f"molaplace.{home}"), name)
-    )
-    place = next((f"; it is mola.{home}.{name}" for home in homes), "")
-    raise AttributeError(f"module 'molaplace' has no attribute {name!r}{place}")
+    homes = (home for home in _HOMES if hasattr(importlib.import_module(f"molaplace.{home}"), name))
+    hint = next((f"; it is mola.{home}.{name}" for home in homes), "")
+    raise AttributeError(f"module 'molaplace' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_LAZY})
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,7 @@ def main() -> None:
     try:
         from molaplace.cli import app
 
-        app()
+        app(prog_name="molaplace")
     except MolaError as error:
         sys.stderr.write(f"molaplace: {error}\n")
         sys.exit(1)
@@ -40,9 +40,7 @@ def _show_warning(
 ) -> None:
     # Show the library's own warnings without the file name and source line.
     if issubclass(category, MolaWarning):
-        from molaplace.cli.options import in_flags
-
-        sys.stderr.write(f"molaplace: note: {in_flags(str(message))}\n")
+        sys.stderr.write(f"molaplace: note: {message}\n")
     else:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         (file or sys.stderr).write(text)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from click.testing import Result
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from molaplace.cli import app
 from molaplace.cli.folder import PosteriorFolder, open_posterior

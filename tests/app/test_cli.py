@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
@@ -18,7 +18,15 @@ def test_version():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["demo", "--colour"], ["demo", "--seed", "one"], ["demo", "--seed", "-1"], ["demos"], ["demo", "extra"]],
+    [
+        ["demo", "--colour"],
+        ["demo", "--seed", "one"],
+        ["demo", "--seed", "-1"],
+        ["demos"],
+        ["demo", "extra"],
+        ["fit", "--mean", "a,b"],
+        ["fit", "--classes", "cat,cat"],
+    ],
     ids=" ".join,
 )
 def test_a_wrong_option_is_a_usage_error(arguments):
@@ -28,7 +36,7 @@ def test_a_wrong_option_is_a_usage_error(arguments):
 
 
 @pytest.mark.parametrize(
-    ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "bench"), ("sklearn", "bench")]
+    ("missing", "extra"), [("click", "cli"), ("rich", "cli"), ("matplotlib", "bench"), ("sklearn", "bench")]
 )
 def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     outcome = run_python(

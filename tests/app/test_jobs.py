@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,9 @@ from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior, read_information
 from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, job_for, to_evaluate, with_job
+from tests.own_work import CLASSES, job_for, to_evaluate
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -146,23 +147,24 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("name", "value"),
     [
-        ('dtype = "float32"', 'dtype = "load"'),
-        ('dtype = "float32"', 'dtype = "nothing"'),
-        ("[result.intake]", "[result.intake]\nspell = 1"),
-        ("mean = [0.0]", 'mean = "a"'),
-        ("outlier_threshold = ", 'outlier_threshold = "x" # '),
-        ('classes = ["cat", "dog", "fox"]\noutputs', 'classes = ["cat"]\noutputs'),
-        ('classes = ["cat", "dog", "fox"]\noutputs = 3', "classes = []\noutputs = 4"),
+        ("inputs", [{"name": "", "shape": [3, 6, 6], "dtype": "load"}]),
+        ("inputs", [{"name": "", "shape": [3, 2**30], "dtype": "float32"}]),
+        ("intake", {"spell": 1}),
+        ("intake", {"mean": "a"}),
+        ("validation", {"outlier_threshold": "x"}),
+        ("classes", ["cat"]),
+        ("outputs", 4),
     ],
 )
-def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
+def test_a_garbled_result_is_named(fitted, tmp_path, name, value):
     copy = shutil.copytree(fitted.folder, tmp_path / "posterior")
-    text = (fitted.folder / "job.toml").read_text()
-    assert old in text
-    weights = (desk.root / "weights").as_posix()
-    with_job(copy, re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new)))
+    path = copy / "posterior.json"
+    document = json.loads(path.read_text())
+    result = document["job"]["result"]
+    result[name] = result[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(sealed(document)))
     with pytest.raises(StorageError, match=r"damaged|job|outputs"):
         open_posterior(copy, trust=True)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
@@ -32,7 +32,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     """
     desk = make_desk(tmp_path, "own_networks_for_teams")
     (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
-    options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
+    options = ["fit", "--network", f"{desk.module}:build", *desk.weights(2), "--train", "train"]
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--json"]
     options += ["--checkpoint", "kept", "--output"]
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}

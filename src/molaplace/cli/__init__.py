@@ -1,70 +1,201 @@
-"""The `molaplace` command line, with one module per command. Each command parses its options, calls one function and prints the result."""
+"""The `molaplace` command line, with one module per command. A command is imported when it is run.
+
+A module `molaplace.cli.NAME` has a function `NAME` that takes a dataclass of options (`molaplace.cli.options`), does the work and prints
+the result. The function's docstring is the command's help.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from molaplace.errors import OptionError, importing
+from molaplace import __version__
+from molaplace.errors import MolaError, OptionError, importing
 
-with importing("the molaplace command", "typer and rich", "cli"):
-    import rich  # noqa: F401  (imported here so that a missing package is reported before any work)
-    import typer
+with importing("the molaplace command", "click and rich", "cli"):
+    import click
+    import rich  # noqa: F401  (a missing package is reported before any work)
+    from click.core import ParameterSource
 
-import molaplace as mola
-from molaplace.cli import demo, evaluate, explore, export, fit, info, predict
-from molaplace.cli.command import Commands, add_command
+from molaplace.cli.consent import require_trust
+from molaplace.cli.options import label, parameters, read_options, read_toml
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    name="molaplace",
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-YOURS, DEMO = "Your own networks", "A demonstration"
-UNTOUCHED = "Nothing was written. Any existing output is unchanged."
+INTERRUPTED = 130
+"""Exit code of a command that the user interrupted."""
 
-add_command(
-    app,
-    fit.fit,
-    panel=YOURS,
-    stopped="No posterior was written. Any existing posterior is unchanged. "
-    "If you passed --checkpoint, run the same command again to resume. Progress is saved every 100 batches.",
-)
-add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
-add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete. Run the command again.")
-add_command(app, export.export, panel=YOURS, stopped="Unfinished files were removed.")
-add_command(app, explore.explore, panel=YOURS, stopped="The page is closed. Nothing was written.")
-add_command(app, info.info, panel=YOURS, stopped="Nothing was written.")
-add_command(app, demo.demo, panel=DEMO, stopped="The page is missing or incomplete. Run the command again.")
+ARGUMENTS = {"confidence": "--threshold", "val_loader": "--val", "train_loader": "--train"}
+"""Arguments of the library whose flags have other names."""
 
-SHARED = ("fit", "evaluate", "predict")
-"""Commands whose work can be split between several processes. Any other command would repeat all of its work in each process."""
+LAST_PANEL = "Run"
+"""Heading of the help's last section."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"molaplace {mola.__version__}")
-        raise typer.Exit
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a command before it is imported."""
+
+    summary: str
+    """First line of its help."""
+    stopped: str
+    """Message after Ctrl-C: what an interrupted run leaves behind."""
+    several_processes: bool = False
+    """Whether processes can share its work. Any other command would repeat all of its work in each process."""
 
 
-@app.callback()
-def _options(
-    context: typer.Context,
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+COMMANDS = {
+    "fit": Entry(
+        "Fit a posterior to calibrate the confidence of trained networks.",
+        "No posterior was written. Any existing posterior is unchanged. If you passed --checkpoint, run the same command again to "
+        "resume. Progress is saved every 100 batches.",
+        several_processes=True,
     ),
-) -> None:
+    "predict": Entry(
+        "Write predictions with calibrated confidence, one row per input.",
+        "Nothing was written. Any existing output is unchanged.",
+        several_processes=True,
+    ),
+    "evaluate": Entry(
+        "Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.",
+        "The report is missing or incomplete. Run the command again.",
+        several_processes=True,
+    ),
+    "export": Entry(
+        "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
+        "Unfinished files were removed.",
+    ),
+    "explore": Entry(
+        "Change an image on a local web page and watch the confidence change.",
+        "The page is closed. Nothing was written.",
+    ),
+    "info": Entry(
+        "Show the tuning, contents and history of a posterior without loading its networks.", "Nothing was written."
+    ),
+    "demo": Entry(
+        "Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.",
+        "The page is missing or incomplete. Run the command again.",
+    ),
+}
+SHARED = [name for name, entry in COMMANDS.items() if entry.several_processes]
+
+
+class Command(click.Command):
+    """A command whose help lists the common options first, then the others by topic."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return the parts of the usage line."""
+        arguments = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
+        pieces = [f"{name.metavar}" if name.required else f"[{name.metavar}]" for name in arguments]
+        return [
+            "[OPTIONS]",
+            *(f"{piece}..." if name.nargs == -1 else piece for name, piece in zip(arguments, pieces, strict=True)),
+        ]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, with one section per topic. Arguments are listed with the common options."""
+        panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            names = label(parameter)
+            if isinstance(parameter, click.Option):
+                # The flag that changes the default is shown.
+                names = (parameter.secondary_opts or sorted(parameter.opts, key=len))[0]
+                short = [flag for flag in parameter.opts if flag != names and not parameter.secondary_opts]
+                names = ", ".join([names, *short]) + ("" if parameter.is_flag else f" {parameter.metavar}")
+            rows = panels.setdefault(getattr(parameter, "panel", "") or "Options", [])
+            text = getattr(parameter, "text", None)
+            if text is None:
+                text = getattr(parameter, "help", "")  # of click's own --help
+            if not text:  # an option without help shares the line of the option before it
+                before, text = rows.pop()
+                names = f"{before}, {names}"
+            rows.append((names, text))
+        width = max(len(names) for rows in panels.values() for names, _ in rows)
+        for panel in sorted(panels, key=lambda panel: panel == LAST_PANEL):
+            with formatter.section(panel):
+                formatter.write_dl([(names.ljust(width), text) for names, text in panels[panel]])
+
+
+class Commands(click.Group):
+    """The group of all commands, which imports a command when it is run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        function = getattr(importlib.import_module(f"molaplace.cli.{cmd_name}"), cmd_name)
+        kind = get_type_hints(function)["options"]
+        declared = parameters(kind)
+
+        def callback(**values: Any) -> None:
+            _run(function, kind, declared, values, COMMANDS[cmd_name].stopped)
+
+        for parameter in declared:
+            if parameter.name == "config":
+                parameter.is_eager = True
+                parameter.callback = _reader(kind, cmd_name)
+        return Command(cmd_name, params=declared, callback=callback, help=inspect.getdoc(function))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands and their summaries."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
+
+def _reader(kind: type, command: str) -> Any:
+    # Return a callback for --config that makes the values in a run file the defaults of the command.
+    def read(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None:
+            path = path / "job.toml" if path.is_dir() else path
+            context.default_map = read_options(read_toml(path), kind, command, path)
+        return path
+
+    return read
+
+
+def _run(function: Any, kind: type, declared: list[click.Parameter], values: dict[str, Any], stopped: str) -> None:
+    context = click.get_current_context()
+    for parameter in declared:
+        value = values[str(parameter.name)]
+        if context.get_parameter_source(str(parameter.name)) == ParameterSource.DEFAULT_MAP:
+            names = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
+            require_trust(names, values["config"], label(parameter), trust=values.get("trust", False))
+    if values.get("threads") is not None:
+        import torch
+
+        torch.set_num_threads(values["threads"])
+    try:
+        function(kind(**values))
+    except MolaError as error:
+        flags = {parameter.name: label(parameter) for parameter in declared} | ARGUMENTS
+        if error.argument in flags:
+            error.argument = flags[error.argument]
+        raise
+    except KeyboardInterrupt:
+        sys.stderr.write(f"molaplace: stopped. {stopped}\n")
+        context.exit(INTERRUPTED)
+
+
+@click.group(cls=Commands, name="molaplace", no_args_is_help=True, context_settings={"max_content_width": 110})
+@click.version_option(__version__, message="molaplace %(version)s", help="Show the version and exit.")
+@click.pass_context
+def app(context: click.Context) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection and selective prediction.
 
-    Start with `molaplace demo`, or fit and evaluate a posterior:
+    Start with `molaplace demo`, which also trains networks, then fit and evaluate a posterior:
 
-        molaplace fit networks/*.safetensors --network models:build --train train.npz --val val.npz
+        molaplace fit demo-results/networks --network mlp --train digits:train --val digits:val
 
-        molaplace evaluate posterior --test test.npz
+        molaplace evaluate posterior --test digits:test
 
     With torchrun, several processes can share the work of fit, evaluate and predict:
     torchrun --nproc-per-node=4 -m molaplace fit ...
@@ -72,9 +203,9 @@ def _options(
     Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out; 130
     interrupted.
     """
-    size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
-    if size != "1" and command not in SHARED:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and context.invoked_subcommand not in SHARED:
         raise OptionError(
-            f"molaplace {command} runs in one process, but torchrun started {size} processes. Run it without torchrun. Only "
-            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can run in several processes."
+            f"molaplace {context.invoked_subcommand} runs in one process, but torchrun started {size} processes. Run it without "
+            f"torchrun. Only {', '.join(SHARED)} can run in several processes."
         )

@@ -15,7 +15,6 @@ from rich.text import Text
 from torch import Tensor
 
 from molaplace import __version__
-from molaplace.cli.command import write_run
 from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
 from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
@@ -31,7 +30,7 @@ from molaplace.cli.evaluated_methods import (
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import RUN, Progress
 from molaplace.cli.option_groups import MORE, PosteriorOptions, SummaryOptions
-from molaplace.cli.options import option
+from molaplace.cli.options import option, write_run
 from molaplace.cli.prediction_table import output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder, finish

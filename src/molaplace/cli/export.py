@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 import molaplace as mola
-from molaplace.cli.command import write_run
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.option_groups import DecisionOptions, PosteriorOptions, SummaryOptions
-from molaplace.cli.options import check_writable, option, parse_names
+from molaplace.cli.options import check_writable, option, write_run
 from molaplace.cli.progress import showing_progress
 from molaplace.errors import OptionError
 from molaplace.export import Pixels, Written
+
+
+def _parse_names(value: str | list[str]) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class ExportOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
         "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
         "for regression: mean, variance, epistemic, aleatoric, ood_score, distance",
         metavar="NAMES",
-        parse=parse_names,
+        parse=_parse_names,
         shown="all",
     )
     check: bool = option(True, "Do not check the file's outputs against PyTorch's")
@@ -104,7 +107,7 @@ def export(options: ExportOptions) -> None:
             write_run(options, "export", one.path.with_name(f"{one.path.name}.toml"))
         progress("done", 1.0)
     if options.as_json:
-        typer.echo(json.dumps([one.plain() for one in written], indent=2, ensure_ascii=False))
+        click.echo(json.dumps([one.plain() for one in written], indent=2, ensure_ascii=False))
     elif not options.quiet:
         console = Console(highlight=False)
         for one in written:

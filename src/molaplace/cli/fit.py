@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-import tomllib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move
 from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job, Progress
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
 from molaplace.cli.option_groups import SummaryOptions
-from molaplace.cli.options import as_document, in_flags, option, to_toml
+from molaplace.cli.options import as_document, option, to_toml
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.regression import networks_alone, noise_factors, summary
 from molaplace.cli.shared import finish, rule_name, scaling_words
@@ -121,7 +120,7 @@ def run_fit(
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
-            "--bundle copies the files passed with --weights into the folder. Networks with their own weights cannot be bundled."
+            "--bundle copies the weight files into the folder. Networks with their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and are_same(job.val, str(job.train)):
@@ -167,14 +166,14 @@ def run_fit(
     if bundle and together.first:
         weights = _bundled(weights, output / BUNDLED)
     job = replace(job, weights=tuple(map(str, weights)))
-    document = as_document(job, "fit", output) | {"result": _result(posterior, data, measured)}
+    options = as_document(job, "fit", output)
+    document = options | {"result": _result(posterior, data, measured)}
     if together.first:
-        # Write the posterior and its job atomically. Then write the job to its own file, for human readers and for
+        # Write the posterior and its job atomically. Then write the options to their own file, for human readers and for
         # `molaplace fit --config`.
-        text = to_toml(document)
         packed, tensors = pack(posterior)
-        write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors | saved_columns(columns))
-        write_atomically(output / NAME, text.encode())
+        write_folder(output, {**packed, "job": document}, tensors | saved_columns(columns))
+        write_atomically(output / NAME, to_toml(options).encode())
         if bundle:
             _remove_others(output / BUNDLED, weights)
     progress("done", 1.0)
@@ -399,11 +398,11 @@ class FitOptions(SummaryOptions, Job):
     """Options for `molaplace fit`: the job's options, plus options that do not affect the posterior."""
 
     output: Path = option(
-        Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", kept=False
+        Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", stored=False
     )
-    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, kept=False)
+    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, stored=False)
     checkpoint: Path | None = option(
-        None, "Folder for checkpoints, from which an interrupted fit can resume", metavar="DIR", panel=RUN, kept=False
+        None, "Folder for checkpoints, from which an interrupted fit can resume", metavar="DIR", panel=RUN, stored=False
     )
 
 
@@ -461,8 +460,8 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
         print_table(console, make_table("On the validation data", caption, headings, values))
     first, *notes = summary["notes"] or ["Not tuned: the given prior precision is used."]
     for note in notes:
-        console.print(f"Note: {escape(in_flags(note))}")
-    console.print(f"[bold]{escape(in_flags(first))}[/bold]")
+        console.print(f"Note: {escape(note)}")
+    console.print(f"[bold]{escape(first)}[/bold]")
     place = escape(str(options.output))
     instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
     console.print(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from molaplace.cli.options import in_flags, option
+from molaplace.cli.options import option
 from molaplace.cli.shared import rule_name, scaling_words
 from molaplace.options import counted
 
@@ -38,7 +38,7 @@ def info(options: InfoOptions) -> None:
 
     found = read_information(options.posterior)
     if options.as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -58,8 +58,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     positions = found["has_positions"] and found.get("positions") != "average"
     rule = f"rule {rule_name(found['rule'])}" if found["rule"] else "given value"
     lines = [
-        ("tuning", in_flags(tuning)),
-        *[("note", in_flags(note)) for note in notes],
+        ("tuning", tuning),
+        *[("note", note) for note in notes],
         ("folder", found["folder"]),
         ("networks", str(found["components"])),
         (

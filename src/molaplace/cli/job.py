@@ -96,9 +96,8 @@ class Job:
 
     weights: tuple[str, ...] = option(
         (),
-        "Weight files (safetensors or torch.save), one per network, or a folder of such files; can also be passed with --weights",
+        "Weight files (safetensors or torch.save), one per network, or a folder of such files",
         argument=True,
-        flags=("--weights",),
         metavar="WEIGHTS",
         is_path=True,
     )
@@ -107,7 +106,6 @@ class Job:
         "Network: module:function, timm:NAME, a Hugging Face folder or mlp. Can be repeated",
         metavar="NAME",
         is_path=True,
-        names=("mlp",),
     )
     train: str | None = option(
         None,
@@ -132,7 +130,7 @@ class Job:
         parse=parse_class_names,
     )
     strict: bool = option(False, "Stop at the first input that cannot be used")
-    trust: bool = option(False, "Trust the --config file: import and run the functions that it names", kept=False)
+    trust: bool = option(False, "Trust the --config file: import and run the functions that it names", stored=False)
 
     resize: int | tuple[int, int] | None = option(
         None,

@@ -123,7 +123,7 @@ def is_folder(name: str) -> bool:
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
     if name == MLP or name.startswith(TIMM):
         if path is None:
-            raise OptionError(f"{name} has no trained weights. Pass its weight files with --weights.")
+            raise OptionError(f"{name} has no trained weights. Pass its weight files as arguments.")
         build: Callable[[int], nn.Module] = digits_network if name == MLP else _timm_builder(name.removeprefix(TIMM))
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:

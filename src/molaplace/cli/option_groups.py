@@ -16,23 +16,23 @@ MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
 class Quiet:
     """Options for commands that print output."""
 
-    quiet: bool = option(False, "Print nothing", panel=RUN, kept=False)
+    quiet: bool = option(False, "Print nothing", panel=RUN, stored=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Quiet):
     """Options for commands that run long computations."""
 
-    threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", kept=False)
+    threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", stored=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions(RunOptions):
     """Options for commands that write a summary and a run file."""
 
-    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, kept=False)
+    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, stored=False)
     config: Path | None = option(
-        None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, kept=False
+        None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, stored=False
     )
 
 
@@ -58,7 +58,7 @@ class PosteriorOptions(Device):
         False,
         "Trust the folder: import and run the functions that it names",
         panel=MORE,
-        kept=False,
+        stored=False,
     )
 
 

@@ -1,125 +1,95 @@
-"""Options for commands. A dataclass field declares an option once: its flag, its help, its key in the run file and its check.
+"""Options of commands. A field of a dataclass declares an option once: its flag, its help, its check and its key in the run file.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         seed: int = option(0, "Random seed", minimum=0)
 
-`mola.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file
-that is used to repeat a run. Paths declared with `is_path=True` are stored relative to this file, so that a run file can be moved
-together with the files it names.
+`parameters` turns the fields into parameters of click. A command writes its options to a TOML file, from which `--config` repeats
+the run. Paths declared with `is_path=True` are stored relative to this file, so that it can be moved with the files it names.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import molaplace as mola
+import click
+
+from molaplace import __version__
 from molaplace.errors import OptionError
 from molaplace.imported import is_path
 from molaplace.options import one_of
-from molaplace.saving.schema import check_depth
 
-KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("a whole number", lambda value: type(value) is int and abs(value) < 2**63),
-    float: ("a number", lambda value: isinstance(value, float) or (type(value) is int and abs(value) < 2**63)),
-    str: ("a string", lambda value: isinstance(value, str)),
-    Path: ("a path", lambda value: isinstance(value, str)),
-    tuple: ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
-}
-"""For each field type, a description of the value expected in a run file, and a function that checks it."""
+METAVARS = {int: "N", float: "X", Path: "PATH"}
+NAMES = ("mlp",)
+"""Names of networks that could be names of files."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """Declaration of an option."""
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    flags: tuple[str, ...] = (),
+    argument: bool = False,
+    panel: str = "",
+    metavar: str = "",
+    shown: str | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    is_path: bool = False,
+    stored: bool = True,
+) -> Any:
+    """Return a dataclass field that declares an option; without a default, the option is required.
 
-    name: str
-    default: Any
-    """Default value, or `MISSING` if the option is required."""
-    kind: type
-    help: str
-    """Help text: one or two short lines without a full stop. An option without help shares the previous option's line."""
-    flags: tuple[str, ...] = ()
-    """Flags for the option; by default, the name of the field, written with hyphens. Arguments have no default flag.
-
-    A flag that can be switched on and off is written "--check/--no-check".
+    Args:
+        default: default value.
+        help: one or two short lines without a full stop.
+        flags: flags for the option; by default, the name of the field, written with hyphens.
+        argument: whether the value is given without a flag.
+        panel: heading under which the help lists the option. Common options have no heading and come first.
+        metavar: placeholder for the value in the help.
+        shown: text that the help shows as the default value.
+        parse: function that converts the text from the command line, or a list from a run file. If it raises `ValueError`, the message
+            describes the expected value.
+        minimum: least value.
+        maximum: largest value.
+        is_path: whether values may be paths.
+        stored: whether the option is stored in the run file.
     """
-    panel: str = ""
-    """Heading under which the help lists the option. Common options have no heading and come first."""
-    metavar: str = ""
-    """Placeholder for the value in the help."""
-    shown: str | None = None
-    """Text that the help shows as the default value."""
-    parse: Callable[[Any], Any] | None = None
-    """Function that converts a string from the command line or a value from a run file.
-
-    If the function raises `ValueError`, the message describes the expected value.
-    """
-    minimum: float | None = None
-    maximum: float | None = None
-    envvar: str | None = None
-    """Environment variable that can supply the value."""
-    argument: bool = False
-    """True if the value can be given without a flag. An argument may also have flags."""
-    is_path: bool = False
-    """True if values that look like paths are treated as paths."""
-    names: Collection[str] = ()
-    """Values that are never treated as paths."""
-    kept: bool = True
-    """True if the option is stored in the run file."""
-
-    @property
-    def label(self) -> str:
-        """Name of the option on the command line."""
-        return self.flags[0].split("/")[0] if self.flags else self.metavar
-
-    @property
-    def required(self) -> bool:
-        """True if the option has no default."""
-        return self.default is MISSING
-
-    def check(self, value: Any, where: str) -> Any:
-        """Convert a value from a run file to the field's type; error messages begin with `where`."""
-        if self.parse is not None:
-            return parsed(self.parse, value, where)
-        expected, holds = KINDS[self.kind]
-        if self.kind is tuple and isinstance(value, str):
-            value = [value]
-        low, high = (
-            one if one is not None else sign * math.inf for one, sign in ((self.minimum, -1), (self.maximum, 1))
-        )
-        if not holds(value) or (self.kind in (int, float) and not low <= value <= high):
-            least = "" if self.minimum is None else f" of at least {self.minimum}"
-            raise OptionError(f"{where} must be {expected}{least}, got {_shortened(value)}.")
-        return self.kind(value)
+    settings = {name: value for name, value in locals().items() if name != "default"}
+    return field(default=default, metadata=settings)
 
 
-def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
-    """Return a dataclass field for an option; `settings` are fields of `Option`."""
-    return field(default=default, metadata={"help": help, **settings})
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """A type of values that a function converts from text, or from a list in a run file."""
+
+    name = "text"
+
+    def __init__(self, parse: Callable[[Any], Any]) -> None:
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the converted value; values of other types have been converted before."""
+        if not isinstance(value, (str, list)):
+            return value
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(f"expected {error}; got {value!r}.", param, ctx)
 
 
-def options_of(kind: type) -> list[Option]:
-    """Return the options that a dataclass declares."""
-    hints, found = get_type_hints(kind), []
-    for one in fields(kind):
-        declared = Option(one.name, one.default, _plain_type(hints[one.name]), **one.metadata)
-        if not declared.flags and not declared.argument:
-            flag = one.name.replace("_", "-")
-            declared = replace(declared, flags=(f"--{flag}/--no-{flag}" if one.default is True else f"--{flag}",))
-        found.append(declared)
-    return found
+def parameters(kind: type) -> list[click.Parameter]:
+    """Return a parameter of click for each field of a dataclass of options."""
+    hints = get_type_hints(kind)
+    return [_parameter(declared, _plain_type(hints[declared.name])) for declared in fields(kind)]
 
 
 def _plain_type(hint: Any) -> type:
@@ -129,74 +99,109 @@ def _plain_type(hint: Any) -> type:
     return get_origin(hint) or hint
 
 
-def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """Convert a value with its option's `parse` function; error messages describe the expected value."""
-    try:
-        return parse(value)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"{where} must be {error}; got {_shortened(value)}.") from error
+def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
+    settings = declared.metadata
+    required = declared.default is MISSING
+    several = kind is tuple and settings["parse"] is None
+    common: dict[str, Any] = {"type": _click_type(kind, settings), "required": required}
+    if not required:
+        common["default"] = declared.default
+    if settings["argument"]:
+        parameter: click.Parameter = click.Argument(
+            [declared.name], nargs=-1 if several else 1, metavar=settings["metavar"], **common
+        )
+    else:
+        flag = declared.name.replace("_", "-")
+        flags = settings["flags"] or (f"--{flag}/--no-{flag}" if declared.default is True else f"--{flag}",)
+        if kind is bool:
+            common |= {"is_flag": True}
+        else:
+            common |= {"metavar": settings["metavar"] or METAVARS.get(kind, "TEXT"), "multiple": several}
+        parameter = click.Option([declared.name, *flags], **common)
+    parameter.text = _help(declared)  # type: ignore[attr-defined]
+    parameter.panel = settings["panel"]  # type: ignore[attr-defined]
+    return parameter
 
 
-def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Return the names in a list or a comma-separated string."""
-    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
+def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
+    if settings["parse"] is not None:
+        return Parsed(settings["parse"])
+    if kind is int:
+        return click.IntRange(settings["minimum"], settings["maximum"])
+    if kind is Path:
+        return click.Path(path_type=Path)
+    return click.STRING if kind is tuple else kind
 
 
-def _shortened(value: Any) -> str:
-    return shown if len(shown := repr(value)) < 60 else f"{shown[:50]}..."
+def _help(declared: Field[Any]) -> str:
+    text: str = declared.metadata["help"]
+    shown = declared.metadata["shown"]
+    if declared.default is MISSING:
+        return f"{text} [required]"
+    if shown is None and declared.default and not isinstance(declared.default, bool):
+        shown = declared.default
+    return f"{text} [default: {shown}]" if shown else text
 
 
-def _flag(found: re.Match[str]) -> str:
-    return f"--{found[1].replace('_', '-')} {found[2]}"
+def label(parameter: click.Parameter) -> str:
+    """Return the name of a parameter on the command line, such as "--rule" or "WEIGHTS"."""
+    return parameter.opts[0] if isinstance(parameter, click.Option) else str(parameter.metavar)
 
 
-FLAGS: tuple[tuple[str, Any], ...] = (
-    (r"\b(rule|likelihood|structure|link|head|ignore_index)='?([\w.-]+\w|\w)'?", _flag),
-    (r"\bconfidence must lie", "--threshold must lie"),
-    (r", or a Likelihood object| For predictions without covariance, use mola\.ensemble\.", ""),
-    (r"download=True \(--download\)", "--download"),
-    (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
-    (r"mola\.likelihoods\.Gaussian\(location=\.\.\., scale=\.\.\.\)", "--location and --scale"),
-    (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
-    (r"\bPass val_loader\b", "Specify them with --val"),
-    (r"\bval_loader\b", "--val"),
-    (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
-)
-"""Patterns in messages from the Python interface, with their replacements for the command line."""
-
-
-def in_flags(message: str, declared: Iterable[Option] = ()) -> str:
-    """Rewrite a message from the library for the command line; for example, `rule='nll'` becomes `--rule nll`.
-
-    The library's messages refer to options by their Python argument names, which match the names of the declared options.
-    """
-    for one in declared:
-        message = re.sub(rf"(?:^|(?<=[.,:;] )){one.name}(?= must\b|: )", one.label, message)
-    for python, command_line in FLAGS:
-        message = re.sub(python, command_line, message)
-    return message
-
-
-# --- the run file -------------------------------------------------------------------------------------------------------
+# --- run files ----------------------------------------------------------------------------------------------------------
 
 
 def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
-    """Return the options as plain values, with paths relative to the folder of the run file."""
+    """Return the options as plain values, with paths relative to the folder of the run file. Options that are None are omitted."""
+    values: dict[str, Any] = {}
+    for declared in fields(options):
+        value = getattr(options, declared.name)
+        if declared.metadata["stored"] and value is not None:
+            values[declared.name] = _plain(value, folder.resolve() if declared.metadata["is_path"] else None)
+    return {"command": command, "molaplace": __version__, "options": values}
 
-    def plain(value: Any, one: Option) -> Any:
-        if isinstance(value, tuple):
-            return [plain(part, one) for part in value]
-        if isinstance(value, (str, Path)) and one.is_path and _names_path(str(value), one.names, Path()):
-            path = Path(value).expanduser().resolve()
-            return (
-                Path(os.path.relpath(path, folder.resolve())).as_posix()
-                if path.drive == folder.resolve().drive
-                else str(path)
-            )
-        return str(value) if isinstance(value, Path) else value
 
-    kept = {one.name: plain(getattr(options, one.name), one) for one in options_of(type(options)) if one.kept}
-    return {"command": command, "molaplace": mola.__version__, "options": kept}
+def _plain(value: Any, folder: Path | None) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part, folder) for part in value]
+    if folder is not None and _may_be_path(str(value)):
+        path = Path(value).expanduser().resolve()
+        return Path(os.path.relpath(path, folder)).as_posix() if path.drive == folder.drive else str(path)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _may_be_path(value: str) -> bool:
+    # All names without a colon are paths, so that a missing file is never looked up in the current folder.
+    return is_path(value) or (":" not in value and value not in NAMES)
+
+
+def write_run(options: Any, command: str, path: Path) -> None:
+    """Write a run file that can be passed to `--config` to repeat the run."""
+    from molaplace.saving.files import write_atomically
+
+    write_atomically(path, to_toml(as_document(options, command, path.parent)).encode())
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Format a document from `as_document` as TOML."""
+    lines = [f"{name} = {_toml(value)}" for name, value in document.items() if name != "options"]
+    lines += ["", "[options]", *(f"{name} = {_toml(value)}" for name, value in document["options"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    # Strings, finite numbers, Booleans and lists have the same form in JSON and TOML, except that TOML strings must escape U+007F.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file; raise `OptionError` if the file does not exist or is invalid."""
+    if not path.is_file():
+        raise OptionError(f"{path} does not exist. Pass a TOML file, such as the job.toml that `molaplace fit` writes.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(f"{path} is not a valid TOML file: {error}.") from error
 
 
 def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
@@ -206,91 +211,44 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
         raise OptionError(
             f'{path} is not a run file for `molaplace {command}`: expected command = "{command}" and an [options] table.'
         )
-    known = {one.name: one for one in options_of(kind) if one.kept}
+    declared = {field.name: field for field in fields(kind) if field.metadata["stored"]}
+    known = {parameter.name: parameter for parameter in parameters(kind) if parameter.name in declared}
+    context = click.Context(click.Command(command))
     values = {}
-    for name, value in ((key.replace("-", "_"), value) for key, value in options.items()):
-        one = known[one_of(name, known, f"{path}: an option")]
-        found = one.check(value, f"{path}: {name}")
-        if one.is_path and isinstance(found, tuple):
-            found = tuple(_located(part, one.names, path.parent) for part in found)
-        elif one.is_path:
-            found = one.kind(_located(str(found), one.names, path.parent))
-        values[name] = found
+    for key, value in options.items():
+        name = one_of(key.replace("-", "_"), declared, f"{path}: an option")
+        parameter = known[name]
+        text: Any = [str(part) for part in value] if isinstance(value, list) else str(value)
+        if parameter.multiple or parameter.nargs == -1:
+            text = text if isinstance(text, list) else [text]
+        try:
+            converted = parameter.type_cast_value(context, text)
+        except click.UsageError as error:
+            raise OptionError(f"{path}: {name}: {error.message}") from error
+        if declared[name].metadata["is_path"]:
+            converted = _relocated(converted, path.parent)
+        values[name] = converted
     return values
 
 
-def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
-    # Missing files must keep their full path, so that they are never looked up in the current folder.
-    if value in names or (":" in value and not is_path(value)):
-        return False
-    return is_path(value) or value.startswith((".", "~")) or Path(value).suffix != "" or (folder / value).exists()
+def _relocated(value: Any, folder: Path) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_relocated(part, folder) for part in value)
+    return os.path.normpath(folder / Path(value).expanduser()) if _may_be_path(value) else value
 
 
-def _located(value: str, names: Collection[str], folder: Path) -> str:
-    return os.path.normpath(folder / Path(value).expanduser()) if _names_path(value, names, folder) else value
+# --- output paths -------------------------------------------------------------------------------------------------------
 
 
 def check_writable(path: Path) -> None:
     """Raise `OptionError` before any work begins if a file or folder cannot be created."""
-    above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
+    parents = (path, *path.absolute().parents)
+    above = next(parent for parent in parents if parent.is_dir() or (parent != path and parent.exists()))
     try:
-        with tempfile.TemporaryFile(
-            dir=above
-        ):  # os.access is not reliable: for root, it reports that /proc is writable
+        # os.access is not reliable: for root, it reports that /proc is writable.
+        with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
         raise OptionError(
             f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
         ) from error
-
-
-def check_folder(path: Path) -> None:
-    """Raise `OptionError` before any work begins if the path is a file or the folder cannot be created."""
-    if path.is_file():
-        raise OptionError(f"{path} is a file; expected a folder.")
-    check_writable(path)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; raise `OptionError` if the file does not exist or is invalid."""
-    if not path.is_file():
-        raise OptionError(f"{path} does not exist. Pass a TOML file, such as the job.toml that `molaplace fit` writes.")
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        check_depth(document)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise OptionError(f"{path} is not a valid TOML file: {reason}.") from error
-    return document
-
-
-def to_toml(document: Mapping[str, Any]) -> str:
-    """Format nested tables as TOML that `tomllib` reads back as the same values. Entries that are None are omitted."""
-    return "\n".join(_table(document, "")).lstrip("\n") + "\n"
-
-
-def _table(table: Mapping[str, Any], name: str) -> list[str]:
-    lines = ["", f"[{name}]"] if name else []
-    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    lines += [
-        f"{_key(key)} = {_value(value)}" for key, value in table.items() if value is not None and key not in tables
-    ]
-    for key, value in tables.items():
-        lines += _table(value, f"{name}.{_key(key)}" if name else _key(key))
-    return lines
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        parts = [_value(one) for one in value]
-        return f"[{', '.join(parts)}]" if sum(map(len, parts)) < 90 else "[\n  " + ",\n  ".join(parts) + ",\n]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    # Strings, numbers and Booleans have the same form in JSON and TOML, except that TOML strings must escape U+007F.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -16,13 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.command import write_run
 from molaplace.cli.data.dataset import Rows, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
 from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, SummaryOptions
-from molaplace.cli.options import option
+from molaplace.cli.options import option, write_run
 from molaplace.cli.prediction_table import PredictionTable, Sums, output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import finish

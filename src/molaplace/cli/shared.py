@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.markup import escape
 
@@ -40,13 +40,13 @@ def finish(account: SkippedInputs, summary: dict[str, Any], team: Team, *, as_js
     With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.
     """
     if as_json:
-        typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
     elif not quiet:
         console = Console(stderr=True, highlight=False)
         for line in account.lines():
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
     if len(account) and team.size == 1:
-        raise typer.Exit(LEFT_OUT)
+        raise click.exceptions.Exit(LEFT_OUT)
 
 
 def rule_name(rule: str) -> str:
