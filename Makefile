@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
-	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
+	@$(INSTALL) -e '.[lab,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  curvlinops, the reference for K-FAC in the tests"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
 	@$(COMPILE)
@@ -36,7 +36,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "1/2  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/2  The library, the command line and what draws figures (torch is large: a few minutes)"
-	@$(INSTALL) -e '.[cli,bench]' $(CALMLY)
+	@$(INSTALL) -e '.[cli]' $(CALMLY)
 	@$(COMPILE)
 	@touch $@
 
@@ -86,7 +86,7 @@ test-processors: $(READY)  ## the tests at three processor levels with one and t
 test-minimum:  ## the library with the lowest versions declared, in an environment of its own
 	$(PYTHON) -m venv $(VENV)-minimum
 	$(VENV)-minimum/bin/python -m pip install -q --disable-pip-version-check -c constraints-minimum.txt -e . \
-		huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow \
+		huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml rich scikit-learn scipy matplotlib pooch pillow \
 		click pyparsing einops einconv linear_operator opt-einsum
 	$(VENV)-minimum/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'not slow and not browser and not export'

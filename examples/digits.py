@@ -4,7 +4,7 @@
 
 Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), fits a posterior, and compares it with one network and
 the plain ensemble, on test digits and on digits rotated until they are unreadable. Takes about ten seconds. Needs `pip install
-'molaplace[bench]'`.
+'molaplace[lab]'`.
 """
 
 import argparse

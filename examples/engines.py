@@ -4,7 +4,7 @@
 
 Trains three small networks on handwritten digits and exports their posterior to an ONNX file. `BatchPredictor` maps a batch of
 rows to columns of predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, uses
-every installed engine. Needs `pip install 'molaplace[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
+every installed engine. Needs `pip install 'molaplace[cli,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
 and `pyspark` (which needs Java). Takes about ten seconds, plus ten seconds to start each engine.
 """
 

@@ -4,7 +4,7 @@
 
 A MIMO network takes three digits at once and has a head for each digit. At test time, it is given the same digit three times, and its
 heads form an ensemble at the cost of one network. `mola.fit` fits a Laplace approximation to each head. This example compares one
-network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs a clone and `pip install 'molaplace[bench]'`.
+network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs a clone and `pip install 'molaplace[lab]'`.
 """
 
 import argparse

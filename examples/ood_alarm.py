@@ -4,7 +4,7 @@
 
 `prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns this score into an alarm whose false-alarm
 rate is, on average, at most 5 % (or 1 %). No outliers are needed to set the threshold. This example checks the false-alarm rate
-on new digits and counts the outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'molaplace[bench]'`.
+on new digits and counts the outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'molaplace[lab]'`.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Draws discs, squares and triangles, trains three small U-Nets to label every pix
 which are 1x1 convolutions. Evaluates all methods on test pictures, on shifted copies (dimmer and noisier), and on pictures with rings,
 a shape absent from the training data. Prints a table and draws maps of the confidence, the epistemic uncertainty and the distance.
 In the table, distances are medians over pixels, and the column `rings` shows the AUROC, which measures how well the OOD score
-separates the pixels of rings from all others. Takes about a minute. Needs `pip install 'molaplace[bench]'`.
+separates the pixels of rings from all others. Takes about a minute. Needs `pip install 'molaplace[cli]'`.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 Both commands give the same posterior. A Laplace approximation is computed from sums over the data, so each process can sum over its
 own part. To use several machines, pass `--nnodes` and `--rdzv-endpoint` to torchrun. Takes about ten seconds. Needs `pip
-install 'molaplace[bench]'`.
+install 'molaplace[cli]'`.
 """
 
 import argparse

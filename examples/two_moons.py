@@ -3,7 +3,7 @@
     python examples/two_moons.py
 
 Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane. Prints a
-table and draws a confidence map for each method. Takes about five seconds. Needs `pip install 'molaplace[bench]'`.
+table and draws a confidence map for each method. Takes about five seconds. Needs `pip install 'molaplace[cli]'`.
 """
 
 import argparse

@@ -151,7 +151,7 @@ class _Fields:
         raise NotImplementedError
 
     def _frame(self, columns: dict[str, Tensor | None]) -> Any:
-        with importing("to_frame", "pandas", "bench"):
+        with importing("to_frame", "pandas", "cli"):
             import pandas
         table: dict[str, Any] = {}
         for name, values in columns.items():

@@ -36,7 +36,7 @@ def test_a_wrong_option_is_a_usage_error(arguments):
 
 
 @pytest.mark.parametrize(
-    ("missing", "extra"), [("click", "cli"), ("rich", "cli"), ("matplotlib", "bench"), ("sklearn", "bench")]
+    ("missing", "extra"), [("click", "cli"), ("rich", "cli"), ("matplotlib", "cli"), ("sklearn", "cli")]
 )
 def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     outcome = run_python(

@@ -33,6 +33,7 @@ HEAVY = {
         "scipy",
         "matplotlib",
         "typer",
+        "click",
         "rich",
         "torchmetrics",
         "pooch",

@@ -49,7 +49,7 @@ def check_output(output: Path, data: str) -> None:
             f"--output must be a file name that ends in one of {', '.join((*TABLES, ARRAYS))}; got {output}."
         )
     if find_spec("pandas") is None:
-        raise MissingExtraError(feature="molaplace predict", package="pandas", extra="bench")
+        raise MissingExtraError(feature="molaplace predict", package="pandas", extra="cli")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise OptionError(
             f"{output}: Parquet files need pyarrow, which is not installed. Install it with: pip install pyarrow"

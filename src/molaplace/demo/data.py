@@ -35,7 +35,7 @@ HIDDEN = (256, 256)
 
 
 def _sklearn(feature: str) -> Any:
-    with importing(feature, "scikit-learn", "bench"):
+    with importing(feature, "scikit-learn", "cli"):
         from sklearn import datasets
     return datasets
 
@@ -134,7 +134,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> LabelledData:
 def natural_patches(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
     """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each patch's values to [0, 1]."""
     datasets = _sklearn("natural-image patches")
-    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only to load photographs
+    with importing("natural-image patches", "pillow", "cli"):  # scikit-learn imports Pillow only to load photographs
         photographs = datasets.load_sample_images().images
     grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)

@@ -54,7 +54,7 @@ class Evaluation:
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
-        with importing("to_frame", "pandas", "bench"):
+        with importing("to_frame", "pandas", "cli"):
             import pandas
         records = [
             {"count": self.counts[row]}

@@ -13,7 +13,7 @@ from typing import Any
 
 from molaplace.errors import importing
 
-with importing("drawing figures", "matplotlib", "bench"):
+with importing("drawing figures", "matplotlib", "cli"):
     import matplotlib as mpl
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure

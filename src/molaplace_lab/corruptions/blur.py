@@ -111,7 +111,7 @@ def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
     # Return the mean of the identity and all enlargements as one sparse matrix that acts on the side^2 pixels.
-    with importing("the corruption zoom_blur", "scipy", "bench"):
+    with importing("the corruption zoom_blur", "scipy", "lab"):
         from scipy import sparse
     factors = np.arange(1, end, 0.01)
     total = sparse.eye_array(side * side, format="csr")

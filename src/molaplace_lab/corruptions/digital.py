@@ -51,7 +51,7 @@ def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> 
 
 def jpeg_compression(pixels: Bytes, streams: Streams, quality: int) -> Bytes:
     """Encode the image as JPEG and decode it again with Pillow, which uses 4:2:0 chroma subsampling."""
-    with importing("the corruption jpeg_compression", "pillow", "bench"):
+    with importing("the corruption jpeg_compression", "pillow", "lab"):
         from PIL import Image
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
     for index, image in enumerate(np.ascontiguousarray(np.moveaxis(pixels, 1, -1))):

@@ -48,7 +48,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     column, the value on a ridge is larger than the preceding value and at least as large as the following value. Along a diagonal, it
     is larger than both neighbouring values.
     """
-    with importing("the corruption spatter", "scipy", "bench"):
+    with importing("the corruption spatter", "scipy", "lab"):
         from scipy import ndimage
     values = layers.astype(np.float64)
     across, down = correlate(values, SOBEL, "nearest"), correlate(values, SOBEL.T, "nearest")

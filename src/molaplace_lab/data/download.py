@@ -33,7 +33,7 @@ def fetch(download: Download, directory: Path, *, progress: bool = True) -> None
 
     Existing files, plain or compressed, are not replaced.
     """
-    with importing("downloading data sets", "pooch", "bench"):
+    with importing("downloading data sets", "pooch", "lab"):
         import pooch  # type: ignore[import-untyped]
     targets = {member: directory / path for member, path in download.files.items()}
     missing = {member: path for member, path in targets.items() if not (path.exists() or path.with_suffix("").exists())}

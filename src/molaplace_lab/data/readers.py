@@ -136,7 +136,7 @@ def read_arrays(paths: Sequence[Path]) -> Images:
 
 
 def _matlab(content: BytesIO) -> tuple[np.ndarray, np.ndarray]:
-    with importing("reading SVHN's .mat files", "scipy", "bench"):
+    with importing("reading SVHN's .mat files", "scipy", "lab"):
         from scipy import io
     try:
         arrays = io.loadmat(content, variable_names=["X", "y"])

@@ -41,7 +41,7 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
     intended for very small images: with only 8 x 8 pixels, taking the nearest pixel would break up the strokes.
     """
     if one_of(interpolation, ("bilinear", "nearest"), "interpolation") == "nearest":
-        with importing("rotated images", "pillow", "bench"):
+        with importing("rotated images", "pillow", "lab"):
             from PIL import Image
         planes = (Image.fromarray(plane) for plane in images.flatten(0, 1).cpu().numpy())
         turned = np.stack([np.asarray(plane.rotate(degrees, Image.Resampling.NEAREST)) for plane in planes])

@@ -118,7 +118,7 @@ def open_dataset(
     if path.is_file() and path.suffix in (".npz", ".npy"):
         return open_arrays(path, intake, labelled=labelled, likelihood=likelihood)
     if path.exists():
-        with importing("reading image files", "pillow", "bench"):
+        with importing("reading image files", "pillow", "cli"):
             import PIL.Image  # noqa: F401 - a missing package is reported before a long computation
         if path.is_dir():
             return open_image_folder(path, classes, intake, labelled=labelled)
