@@ -71,6 +71,7 @@ class MissingExtraError(MolaError, ImportError):
             f"{feature} needs {package}, which is not installed. Install it with: pip install 'molaplace[{extra}]' "
             f"(in a clone of the repository: pip install '.[{extra}]')"
         )
+        self.args = (feature, package, extra)  # the arguments with which pickle makes the error again
 
 
 class MolaWarning(UserWarning):

@@ -142,7 +142,6 @@ OPTIONS = {
     "evidence without labels": (lambda s: s.unlabelled.log_evidence(), r"needs training labels.*\(inputs, labels\)"),
     "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence()), r"only the training data"),
     "tune without data": (lambda s: s.posterior.tune(), r"needs validation data.*val_loader"),
-    "K-FAC": (lambda s: mola.fit(s.network, LOADER, structure="kfac"), r"structure must be one of.*Did you mean 'kron'"),
     "unknown rule": (lambda s: s.posterior.tune(LOADER, rule="accuracy"), r"rule must be one of threshold, nll.*'accuracy'"),
     "unknown score": (lambda s: mola.rules.Score("accuracy"), r"one of nll, brier, ece, crps; got 'accuracy'"),
     "regression rule": (lambda s: s.posterior.tune(LOADER, rule="crps"), r"'crps' does not apply to likelihood 'categorical'"),
@@ -242,12 +241,11 @@ NO_LABELS = {
 
 
 @pytest.mark.parametrize("name", HELD_OUT)
-@pytest.mark.parametrize("how", ["tune", "reweight", "fit"])
+@pytest.mark.parametrize("how", ["tune", "fit"])
 def test_validation_data_that_cannot_be_used(name, how, scene):
     make, words = FIT[name]
     actions = {
         "tune": lambda s: s.posterior.tune(make(), rule="nll"),
-        "reweight": lambda s: s.posterior.reweight(make()),
         "fit": lambda s: mola.fit(s.networks, LOADER, make()),
     }
     refuse(scene, actions[how], DataError, NO_LABELS.get(name, words.replace("training", "validation")))
@@ -296,14 +294,13 @@ PREDICT = {
 
 @pytest.mark.parametrize("name", PREDICT)
 @pytest.mark.parametrize("who", ["posterior", "ensemble"])
-@pytest.mark.parametrize("how", ["call", "predict", "predict_batches", "confidence_bound"])
+@pytest.mark.parametrize("how", ["call", "predict"])
 def test_inputs_that_the_network_cannot_take(name, who, how, scene):
     make, words = PREDICT[name]
 
     def action(scene):
         predictor = getattr(scene, who)
-        output = predictor(make()) if how == "call" else getattr(predictor, how)(make())
-        return list(output) if how == "predict_batches" else output
+        return predictor(make()) if how == "call" else predictor.predict(make())
 
     refuse(scene, action, DataError, rf"networks\[0\].*{words}")
 

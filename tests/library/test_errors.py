@@ -1,0 +1,74 @@
+"""Errors carry the argument and the place they are about, and their messages are composed from these."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import molaplace as mola
+from molaplace.errors import DataError, MissingExtraError, MolaWarning, OptionError, located, warn
+from molaplace.options import one_of, whole_number
+
+NETWORK = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+X = torch.randn(8, 3)
+LOADER = [(X, torch.arange(8) % 2)]
+
+WRONG_ARGUMENTS = {
+    "networks": lambda: mola.fit([], LOADER),
+    "structure": lambda: mola.fit(NETWORK, LOADER, structure="kfac"),
+    "link": lambda: mola.fit(NETWORK, LOADER, link="bridge", likelihood="bernoulli"),
+    "likelihood": lambda: mola.fit(NETWORK, LOADER, likelihood="poisson"),
+    "rule": lambda: mola.fit(NETWORK, LOADER, [LOADER[0]], rule="crps"),
+    "prior_precision": lambda: mola.fit(NETWORK, LOADER, prior_precision=-1),
+    "weights": lambda: mola.fit(NETWORK, LOADER, weights=[0.5]),
+    "positions": lambda: mola.fit(NETWORK, LOADER, positions=0),
+    "checkpoint_every": lambda: mola.fit(NETWORK, LOADER, checkpoint_every=0),
+    "temperature": lambda: mola.fit(NETWORK, LOADER).with_temperature(0),
+    "head": lambda: mola.fit(NETWORK, LOADER, head="1"),
+    "false_alarm_rate": lambda: mola.alarm_threshold(X[:, 0], 5),
+    "method": lambda: mola.prediction_sets(torch.eye(2), [0, 1], method="top"),
+    "rank": lambda: mola.distributed.shard([1], 2, 2),
+    "count": lambda: whole_number(0.5, "count"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_ARGUMENTS)
+def test_an_error_carries_the_argument_that_it_is_about(argument):
+    with pytest.raises(mola.errors.MolaError) as caught:
+        WRONG_ARGUMENTS[argument]()
+    error = caught.value
+    assert error.argument == argument
+    assert str(error).endswith(f"{argument} {error.message}")
+
+
+def test_places_are_composed_from_the_outside_in():
+    with pytest.raises(DataError) as caught, located("batch 3 of the training loader"), located("networks[1]"):
+        raise DataError("must be finite.", argument="labels")
+    assert caught.value.place == "batch 3 of the training loader, networks[1]"
+    assert str(caught.value) == "batch 3 of the training loader, networks[1]: labels must be finite."
+    again = pickle.loads(pickle.dumps(caught.value))  # as from the workers of a DataLoader
+    assert (str(again), again.argument, again.place) == (str(caught.value), "labels", caught.value.place)
+    with pytest.raises(DataError) as caught:
+        mola.fit(NETWORK, [*LOADER, (X * torch.nan, LOADER[0][1])])
+    assert caught.value.place == "batch 1 of the training loader, networks[0]"
+    with pytest.raises(OptionError, match=r"^order must be one of a, b; got 'c'") as caught, located("elsewhere"):
+        one_of("c", ("a", "b"), "order")
+    assert caught.value.place is None
+
+
+def test_a_missing_extra_is_pickled():
+    error = pickle.loads(pickle.dumps(MissingExtraError("a page", "plotly", "report")))
+    assert "pip install 'molaplace[report]'" in str(error)
+
+
+@pytest.mark.parametrize("package", ["molaplace", "molaplace_lab"])
+def test_a_warning_points_to_the_code_outside_the_packages(package):
+    names = {"__name__": f"{package}.module", "warn": warn}
+    exec("def inner():\n    warn('careful')\ndef outer():\n    inner()", names)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names["outer"]()
+    assert caught[0].category is MolaWarning
+    assert caught[0].filename == __file__
