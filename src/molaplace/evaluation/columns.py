@@ -22,7 +22,7 @@ from molaplace.distributed import Team
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood
 from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
-from molaplace.outliers import max_logit_score, max_probability_score
+from molaplace.outliers import max_logit_score
 from molaplace.prediction import Field, Prediction, RegressionPrediction
 
 INPUT = "input"
@@ -140,11 +140,11 @@ class PredictionColumns:
             batch = _regression_columns(prediction, labels, intervals, where, detail=detail)
             if scores is None:
                 scores = regression_scores(prediction)
-            self._append(batch, scores, rows, len(prediction.mean))
+            self._append(batch, scores, rows, len(prediction))
             return
         if scores is None:
             scores = {
-                "max probability": max_probability_score(prediction.probs.double(), prediction.likelihood),
+                "max probability": prediction.likelihood.distribution(prediction.probs.double()).outlier_score(),
                 "ood score": prediction.ood_score,
             }
         self.add_probabilities(
@@ -164,7 +164,7 @@ class PredictionColumns:
     ) -> None:
         """Add a batch of predicted probabilities (n, C), in the data type in which they were computed; see `add`."""
         if scores is None:
-            scores = {"max probability": max_probability_score(probs.double(), likelihood)}
+            scores = {"max probability": likelihood.distribution(probs.double()).outlier_score()}
         batch = _classification_columns(probs.detach().cpu(), labels, likelihood, where, dense=rows is not None)
         if sets is not None:
             sets = sets.cpu()
@@ -197,19 +197,19 @@ class PredictionColumns:
 def _classification_columns(
     probs: Tensor, labels: Tensor | None, likelihood: ClassificationLikelihood, where: str, *, dense: bool
 ) -> dict[str, Tensor]:
-    confidence, predicted = likelihood.distribution(probs.double()).choices.max(-1)
-    columns = {"confidence": confidence, "predicted": predicted}
-    truth = None
-    if labels is not None:
-        truth = likelihood.check_labels(labels.cpu(), probs, where)
+    exact = likelihood.distribution(probs.double())
+    columns = {"confidence": exact.confidence(), "predicted": exact.predicted()}
+    truth = None if labels is None else likelihood.check_labels(labels.cpu(), probs, where)
+    if truth is not None:
         columns["label"] = truth
-    if confidence.dim() == 2:
-        known = torch.ones_like(confidence, dtype=torch.bool) if truth is None else ~truth.isnan()
-        outputs = probs.shape[1]
+    if columns["confidence"].dim() == 2:  # one row for each known label
+        known = torch.ones_like(probs, dtype=torch.bool) if truth is None else ~truth.isnan()
+        count, outputs = probs.shape
         columns |= {"yes": probs, "output": torch.arange(outputs).expand_as(known)}
         if outputs > 1 or dense:
-            columns[INPUT] = torch.arange(len(probs))[:, None].expand_as(known)
+            columns[INPUT] = torch.arange(count)[:, None].expand_as(known)
         columns = {name: column[known] for name, column in columns.items()}
+    # The losses come from the probabilities as they are, because the smallest probability depends on their data type.
     return columns if truth is None else {**columns, **likelihood.distribution(probs).scores(truth)}
 
 
@@ -221,21 +221,20 @@ def _regression_columns(
     *,
     detail: bool,
 ) -> dict[str, Tensor]:
-    names = ("component_mean", "component_variance", "component_noise")
-    parts = [getattr(prediction, name).double() for name in names]
     likelihood = prediction.likelihood
-    exact = RegressionPrediction(
-        dict(zip(names, parts, strict=True)), weights=prediction.weights, likelihood=likelihood
-    )
-    columns = {"std": exact.std.mean(1)}
+    names = ("component_mean", "component_variance", "component_noise")
+    moments = [getattr(prediction, name).double() for name in names]
+    distribution = likelihood.mixture_type(prediction.weights, *moments)
+    mean = distribution.point()
+    std = distribution.variance().sqrt()
+    columns = {"std": std.mean(1)}
     if labels is None:
         return columns
-    targets = likelihood.check_targets(labels, exact.mean, where)
-    squares = (exact.mean - targets).square()
-    crps = exact.crps(targets)
-    smallest_level = (2 * exact.cdf(targets) - 1).abs()
+    targets = likelihood.check_targets(labels, mean, where)
+    squares = (mean - targets).square()
+    smallest_level = (2 * distribution.cdf(targets) - 1).abs()
     levels = NOMINAL_LEVELS if detail else (INTERVAL,)
-    columns |= {"square": squares.mean(1), "nll": -exact.log_prob(targets), "crps": crps.mean(1)}
+    columns |= {"square": squares.mean(1), **distribution.scores(targets)}
     columns |= {f"covered[{level}]": (smallest_level <= level).double().mean(1) for level in levels}
     for level, (lower, upper) in (intervals or {}).items():
         inside = (targets >= lower.to(targets)) & (targets <= upper.to(targets))
@@ -243,22 +242,24 @@ def _regression_columns(
         columns[f"calibrated width[{level}]"] = (upper - lower).mean(1)
     if not detail:
         return columns
-    central = {level: exact.interval(level) for level in LEVELS}
-    columns |= {f"width[{level}]": (upper - lower).mean(1) for level, (lower, upper) in central.items()}
-    lower, upper = central[INTERVAL]
+    ends = {level: [distribution.quantile((1 + sign * level) / 2) for sign in (-1, 1)] for level in LEVELS}
+    columns |= {f"width[{level}]": (upper - lower).mean(1) for level, (lower, upper) in ends.items()}
+    lower, upper = ends[INTERVAL]
     by_output = {
         "target": targets,
-        "mean": exact.mean,
-        "std": exact.std,
+        "mean": mean,
+        "std": std,
         "lower": lower,
         "upper": upper,
         "square": squares,
-        "crps": crps,
+        "crps": distribution.crps(targets),
         "covered": (smallest_level <= INTERVAL).double(),
     }
     for output in range(min(MOST_OUTPUTS, targets.shape[1])):
         columns |= {output_column(output, name): values[:, output] for name, values in by_output.items()}
-        marginal = likelihood.mixture_type(exact.weights, *(part[..., output : output + 1] for part in parts))
+        marginal = likelihood.mixture_type(
+            prediction.weights, *(values[..., output : output + 1] for values in moments)
+        )
         columns[output_column(output, "nll")] = -marginal.log_density(targets[:, output : output + 1])
     return columns
 
@@ -282,12 +283,11 @@ def outlier_scores(
 
     Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
     """
-    exact = probs.double()
-    distribution = likelihood.distribution(exact)
+    distribution = likelihood.distribution(probs.double())
     entropies = distribution.entropy()
     scores = {
         "max probability": distribution.outlier_score(),
-        "entropy": entropies if likelihood.mutually_exclusive else entropies.mean(-1),
+        "entropy": entropies if entropies.dim() == 1 else entropies.mean(-1),
     }
     if logits is not None:
         shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights
@@ -299,7 +299,7 @@ def outlier_scores(
 def regression_scores(prediction: RegressionPrediction, *, own: bool = True) -> dict[str, Tensor]:
     """Return the outlier scores (n,) for regression: the predictive variance and, if `own` is true, the prediction's own score."""
     # Outputs may have different units, but a ranking by the mean logarithm does not depend on the units.
-    scores = {"variance": prediction.variance.double().log().mean(1)}
+    scores = {"variance": prediction.variance.double().log().mean(-1)}
     return {**scores, "ood score": prediction.ood_score} if own else scores
 
 
