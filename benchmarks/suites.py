@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from molaplace_lab.activations import Activations, Network, open_networks
-from molaplace_lab.activations_file import Stored
+from molaplace_lab.activations import ActivationCache, Network, open_networks
+from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.suite import DataOptions, Source
 from molaplace_lab.suites.registry import find_suite
 
@@ -18,9 +18,9 @@ class Suite:
 
     networks: list[Network]
     sources: dict[str, Source]
-    activations: Activations
+    activations: ActivationCache
 
-    def read(self, networks: slice) -> dict[str, Stored]:
+    def read(self, networks: slice) -> dict[str, StoredActivations]:
         """Return the activations of the selected networks on every set."""
         return {place: self.activations.read(self.networks[networks], one) for place, one in self.sources.items()}
 
@@ -46,6 +46,6 @@ def open_suite(
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)
     sources = {place: one for place, one in suite.make_sources(options).items() if not sets or place in sets}
     members = open_networks(sorted(networks.glob("*.safetensors"))[:count], build, label)
-    activations = Activations(cache)
+    activations = ActivationCache(cache)
     activations.compute(members, list(sources.values()), lambda doing, done: None)
     return Suite(members, sources, activations)

@@ -23,7 +23,7 @@ from molaplace.errors import OptionError, located
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
 from molaplace.saving.weights import load_weights
-from molaplace_lab.activations_file import HeadOnly, Stored, write_rows
+from molaplace_lab.activations_file import HeadOnly, StoredActivations, write_rows
 from molaplace_lab.checksums import checksum, network_checksum
 from molaplace_lab.suite import Source
 
@@ -84,7 +84,7 @@ def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], archite
     return [Network(path, build, network_checksum(Network(path, build, "").load(), architecture)) for path in paths]
 
 
-class Activations:
+class ActivationCache:
     """A folder that stores activations and, for training sets whose activations are not stored, sums over the data."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
@@ -163,10 +163,10 @@ class Activations:
             metadata = {"set": source.name, "network": label}
             write_rows(path, kept, len(rows), _layer(head.layer), metadata)
 
-    def read(self, networks: Sequence[Network], source: Source) -> Stored:
+    def read(self, networks: Sequence[Network], source: Source) -> StoredActivations:
         """Return the networks' stored activations on a set or part of a set."""
         whole = source.whole or source
-        stored = Stored.open([self.paths(network, whole) for network in networks])
+        stored = StoredActivations.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
 
     def _sums(self, networks: Sequence[Network], source: Source, structure: str) -> Path:

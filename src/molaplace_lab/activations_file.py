@@ -119,7 +119,7 @@ class HeadOnly(nn.Module):
 
 
 @dataclass(frozen=True)
-class Seen:
+class ActivationSlice:
     """Features and logits of K networks for a slice of the data."""
 
     features: Tensor
@@ -140,7 +140,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredActivations:
     """Stored features and logits of K networks for one data set; iterating yields (features, labels) batches for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
@@ -148,7 +148,7 @@ class Stored:
     """Indices of the rows to read from the files, in reading order."""
 
     @classmethod
-    def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
+    def open(cls, paths: Sequence[Path | Sequence[Path]]) -> StoredActivations:
         """Open the file (or files, in row order) of each network; all files must contain activations for the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
@@ -158,13 +158,13 @@ class Stored:
             )
         return cls(files, range(files[0].shape("labels")[0]))
 
-    def only(self, networks: slice) -> Stored:
+    def only(self, networks: slice) -> StoredActivations:
         """Return the stored activations of the networks selected by a slice."""
-        return Stored(self.files[networks], self.places)
+        return StoredActivations(self.files[networks], self.places)
 
-    def at(self, places: Sequence[int]) -> Stored:
+    def at(self, places: Sequence[int]) -> StoredActivations:
         """Return the stored activations for the data at the indices `places`, in the given order."""
-        return Stored(self.files, tuple(places))
+        return StoredActivations(self.files, tuple(places))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
@@ -184,7 +184,7 @@ class Stored:
         """Number of examples."""
         return len(self.places)
 
-    def slices(self) -> Iterator[Seen]:
+    def slices(self) -> Iterator[ActivationSlice]:
         """Yield all data in slices of bounded size; every slice except the last consists of full batches."""
         widths = tuple(file.shape("features")[1] for file in self.files)
         rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
@@ -193,11 +193,11 @@ class Stored:
             features, logits = ([file.rows(name, places) for file in self.files] for name in ("features", "logits"))
             padded = [functional.pad(one, (0, max(widths) - one.shape[1])) for one in features]
             labels = self.labels[start : start + rows]
-            yield Seen(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)
+            yield ActivationSlice(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for seen in self.slices():
-            yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
+        for activations in self.slices():
+            yield from zip(activations.batches(), torch.split(activations.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
         """Return the logits for all data at once, shape (K, n, C); use this only for small sets, such as the validation set."""

@@ -15,7 +15,7 @@ import typer
 from molaplace.distributed import join
 from molaplace.errors import OptionError
 from molaplace.options import one_of
-from molaplace_lab.activations import Activations, Network, Progress, open_networks
+from molaplace_lab.activations import ActivationCache, Network, Progress, open_networks
 from molaplace_lab.comparisons import COMPARISONS, NAMED, SWEEP
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
@@ -220,7 +220,7 @@ def bench(
         store = Store(results)
         failure: OptionError | None = None
         try:
-            run_suite(plan, Activations(cache, device), store, _part(progress, 0.0, 0.95), fresh=fresh, team=team)
+            run_suite(plan, ActivationCache(cache, device), store, _part(progress, 0.0, 0.95), fresh=fresh, team=team)
         except OptionError as error:
             failure = error  # raise this error only after measuring the cost
         if "cost" in comparisons and team.first:

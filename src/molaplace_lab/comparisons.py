@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from molaplace_lab.context import Context
 from molaplace_lab.long_methods import MimoHeads, SwagMixture, WholeNetworks
-from molaplace_lab.methods import RULES, WEIGHTS, LastLayer, Method
+from molaplace_lab.methods import RULES, WEIGHTS, LastLayerMethod, Method
 from molaplace_lab.suite import Budget
-
-SuiteMethod = Method[Context]
 
 SWEEP = 10
 """Size of the largest mixture in the comparison of mixture sizes."""
@@ -28,40 +25,40 @@ COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights
 of 1 to 10 components; rules for the prior precision; mixture weights; and the comparisons in `NAMED`."""
 
 
-def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
+def methods_of(comparison: str, budget: Budget) -> list[Method]:
     """Return the methods in one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
-    found: dict[str, list[SuiteMethod]] = {
+    found: dict[str, list[Method]] = {
         "main": [
-            LastLayer("MAP", components=1, detectors=True),
-            LastLayer("MAP-T", components=1, temperature=True, detectors=True),
-            LastLayer("DE", detectors=True),
-            LastLayer("DE-T", temperature=True, detectors=True),
-            LastLayer("DE-L", temperature=True, mean="logits", detectors=True),
-            LastLayer("LLLA", components=1, structure="kron", detectors=True),
-            LastLayer("MoLA", structure="kron", detectors=True),
-            LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
-            LastLayer("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
-            LastLayer("MoLA (distance)", structure="kron", rule="distance", detectors=True),
-            LastLayer("LLLA (calibrated)", components=1, structure="kron", rule="calibrated", detectors=True),
-            LastLayer("MoLA (calibrated)", structure="kron", rule="calibrated", detectors=True),
+            LastLayerMethod("MAP", components=1, detectors=True),
+            LastLayerMethod("MAP-T", components=1, temperature=True, detectors=True),
+            LastLayerMethod("DE", detectors=True),
+            LastLayerMethod("DE-T", temperature=True, detectors=True),
+            LastLayerMethod("DE-L", temperature=True, mean="logits", detectors=True),
+            LastLayerMethod("LLLA", components=1, structure="kron", detectors=True),
+            LastLayerMethod("MoLA", structure="kron", detectors=True),
+            LastLayerMethod("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
+            LastLayerMethod("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
+            LastLayerMethod("MoLA (distance)", structure="kron", rule="distance", detectors=True),
+            LastLayerMethod("LLLA (calibrated)", components=1, structure="kron", rule="calibrated", detectors=True),
+            LastLayerMethod("MoLA (calibrated)", structure="kron", rule="calibrated", detectors=True),
         ],
         "beyond": [
             SwagMixture("SWAG", budget.swag, components=1),
             SwagMixture("MultiSWAG", budget.swag),
-            MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
-            MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+            MimoHeads(LastLayerMethod("MIMO", detectors=True), budget.mimo),
+            MimoHeads(LastLayerMethod("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
         ],
         "whole": [
             WholeNetworks("MoLA (all layers)", structure="kron"),
             WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
         ],
         "variants": [
-            LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
+            LastLayerMethod(f"LLLA {structure} {link}", "variants", 1, structure, link)
             for structure in STRUCTURES
             for link in LINKS
         ],
         "structures": [
-            LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
+            LastLayerMethod(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
             for structure in STRUCTURES
             for rule in ("threshold", "nll")
         ],
@@ -69,27 +66,30 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
             method
             for count in range(1, SWEEP + 1)
             for method in (
-                LastLayer(f"DE K={count}", "components", count),
-                LastLayer(f"DE-T K={count}", "components", count, temperature=True),
-                LastLayer(f"MoLA K={count}", "components", count, "kron"),
-                LastLayer(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
+                LastLayerMethod(f"DE K={count}", "components", count),
+                LastLayerMethod(f"DE-T K={count}", "components", count, temperature=True),
+                LastLayerMethod(f"MoLA K={count}", "components", count, "kron"),
+                LastLayerMethod(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
             )
         ],
-        "rules": [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES],
+        "rules": [LastLayerMethod(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES],
         "weights": [
-            LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS
+            LastLayerMethod(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights)
+            for weights in WEIGHTS
         ],
         "tempered": [
-            LastLayer("LLLA-T", "tempered", 1, "kron", temperature=True, detectors=True),
+            LastLayerMethod("LLLA-T", "tempered", 1, "kron", temperature=True, detectors=True),
             *(
-                LastLayer(f"MoLA-T by {rule}", "tempered", None, "kron", rule=rule, temperature=True, detectors=True)
+                LastLayerMethod(
+                    f"MoLA-T by {rule}", "tempered", None, "kron", rule=rule, temperature=True, detectors=True
+                )
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
         # The mean-field link is excluded: with C = 1000 classes, it processes C x C pairs of classes for each input and each
         # candidate prior precision, which takes half an hour per method.
         "many-classes": [
-            LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
+            LastLayerMethod(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")
             for link in ("probit", "probit-centred")
         ],

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import molaplace as mola
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.outliers import max_probability_score
 from molaplace.uncertainty import entropy
-from molaplace_lab.activations import Activations, Network, fast_inputs
-from molaplace_lab.activations_file import BATCH, TensorFile, write_rows
+from molaplace_lab.activations import ActivationCache, Network, fast_inputs
+from molaplace_lab.activations_file import BATCH, StoredActivations, TensorFile, write_rows
 from molaplace_lab.checksums import checksum
-from molaplace_lab.methods import BatchPrediction, Material
+from molaplace_lab.measures import BatchPrediction
 from molaplace_lab.suite import Source, Suite, TrainingData
 
 Predictor = Callable[[Tensor], Tensor]
@@ -31,30 +33,33 @@ class StoredPrediction:
 
     probs: Tensor
     """Mean probabilities (n, C)."""
-    own_entropy: Tensor
+    mean_entropy: Tensor
     """Mean entropy (n,) of the predictions of the individual predictors."""
 
-    def answer(self, predictors: int) -> BatchPrediction:
+    def with_scores(self, predictors: int) -> BatchPrediction:
         """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
         total = entropy(self.probs)
-        given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
+        scores = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
-            given["mutual information"] = (total - self.own_entropy).clamp(min=0)
-        return BatchPrediction(self.probs, given)
+            scores["mutual information"] = (total - self.mean_entropy).clamp(min=0)
+        return BatchPrediction(self.probs, scores)
 
     @staticmethod
     def mean(predictions: Iterable[StoredPrediction]) -> StoredPrediction:
         """Return the equally weighted mean of several predictions."""
-        every = list(predictions)
-        return StoredPrediction(
-            torch.stack([one.probs for one in every]).mean(0), torch.stack([one.own_entropy for one in every]).mean(0)
-        )
+        members = list(predictions)
+        probs = torch.stack([member.probs for member in members]).mean(0)
+        return StoredPrediction(probs, torch.stack([member.mean_entropy for member in members]).mean(0))
 
 
 @dataclass(frozen=True)
-class Context(Material):
-    """The data and networks of one run. Last-layer methods need only the stored activations, which `Material` provides."""
+class Context:
+    """The data and networks of one run."""
 
+    read: Callable[[str], StoredActivations]
+    """Function that returns the stored features and logits of a set, given its name. Last-layer methods need nothing else."""
+    threshold: float | None
+    """Target confidence of the paper's rule."""
     suite: Suite
     network: str
     """Name of the architecture."""
@@ -62,9 +67,11 @@ class Context(Material):
     """The run's networks."""
     run: int
     sources: Mapping[str, Source]
-    activations: Activations
+    activations: ActivationCache
     training: Callable[[], TrainingData]
     """Function that loads the training data of the suite's networks onto the device."""
+    sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None
+    """Function that builds a posterior from stored sums, given a structure and heads; used if no training activations are stored."""
 
     @property
     def device(self) -> str:
@@ -84,12 +91,13 @@ class Context(Material):
 
         `predictors` maps keys, which identify the stored predictions, to predictors whose predictions are averaged.
         """
-        source, files = self.sources[name], []
+        source = self.sources[name]
+        files = []
         for key, members in predictors.items():
             path = self.activations.directory / "predictions" / key / f"{source.checksum}.safetensors"
             if not path.exists():
-                found = StoredPrediction.mean(self._predict(predictor, source) for predictor in members)
-                columns = {"probs": found.probs, "entropy": found.own_entropy}
+                mean = StoredPrediction.mean(self._predict(predictor, source) for predictor in members)
+                columns = {"probs": mean.probs, "entropy": mean.mean_entropy}
                 write_rows(path, [columns], source.count, {}, {"set": source.name})
             files.append(TensorFile(path, "predictions"))
         for index, labels in enumerate(torch.split(self.read(name).labels, CHUNK)):

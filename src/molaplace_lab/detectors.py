@@ -20,7 +20,7 @@ from torch.nn import functional
 from molaplace.errors import DataError, warn
 from molaplace.numerics import to_float64
 from molaplace.outliers import energy_score, max_logit_score
-from molaplace_lab.activations_file import Seen, Stored
+from molaplace_lab.activations_file import ActivationSlice, StoredActivations
 
 Detector = Callable[[Tensor], Tensor]
 """Function that maps features (n, d) to scores (n,), which are higher for outliers."""
@@ -179,7 +179,9 @@ def standardised(
     return lambda batch: ((scores(batch) - centres) / scales).mean(0)
 
 
-def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
+def feature_scores(
+    train: StoredActivations, validation: StoredActivations
+) -> dict[str, Callable[[ActivationSlice], Tensor]]:
     """Return OOD scores that use only logits or features, averaged over networks and keyed by name.
 
     The energy and the largest logit are measured in nats for every network, so they are averaged directly. The other scores are
@@ -188,7 +190,7 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
     stride = max(1, train.count // BANK)
 
     def parts(network: int) -> Iterator[Tensor]:
-        return (seen.features[:, 0] for seen in train.only(slice(network, network + 1)).slices())
+        return (activations.features[:, 0] for activations in train.only(slice(network, network + 1)).slices())
 
     def bank(network: int) -> Tensor:
         start, found = 0, []
@@ -213,13 +215,13 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
     except DataError as error:
         warn(f"ViM is left out: {error}")
 
-    def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
-        score = standardised(members, (seen.by_network() for seen in validation.slices()))
-        return lambda seen: score(seen.by_network())
+    def ensemble(members: list[Detector]) -> Callable[[ActivationSlice], Tensor]:
+        score = standardised(members, (activations.by_network() for activations in validation.slices()))
+        return lambda activations: score(activations.by_network())
 
     return {
-        "energy": lambda seen: energy_score(seen.logits).mean(1),
-        "maximum logit": lambda seen: max_logit_score(seen.logits).mean(1),
+        "energy": lambda activations: energy_score(activations.logits).mean(1),
+        "maximum logit": lambda activations: max_logit_score(activations.logits).mean(1),
         **{name: ensemble(members) for name, members in kinds.items()},
     }
 

@@ -18,11 +18,11 @@ from molaplace.errors import collect_warnings
 from molaplace.saving.files import DOCUMENT
 from molaplace_lab import swag
 from molaplace_lab.activations import Network, fast_inputs, fast_network
-from molaplace_lab.activations_file import Stored
+from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import network_checksum
 from molaplace_lab.context import Context, Predictor, StoredPrediction
 from molaplace_lab.files import read_tensors, write_tensors
-from molaplace_lab.methods import RULES, Fitted, LastLayer
+from molaplace_lab.methods import RULES, FittedMethod, LastLayerMethod
 from molaplace_lab.mimo import Mimo, train_mimo
 from molaplace_lab.suite import MimoBudget, SwagBudget, TrainingData
 from molaplace_lab.training import Recipe, Shuffled, member_seeds
@@ -117,7 +117,7 @@ class SwagMixture:
         """Return the settings as JSON values."""
         return {"weights": "uniform", "swag": asdict(self.budget)}
 
-    def fit(self, context: Context) -> Fitted:
+    def fit(self, context: Context) -> FittedMethod:
         """Fit SWAG for every network, or resume an interrupted fit."""
         start = time.perf_counter()
         predictors: dict[str, list[Predictor]] = {}
@@ -125,9 +125,9 @@ class SwagMixture:
             folder = context.folder("swag", network.checksum, asdict(self.budget))
             draws = fit_swag(network, context.training(), self.budget, folder, context.device)
             predictors[folder.name] = [partial(swag.class_probabilities, draw) for draw in draws]
-        return Fitted(
+        return FittedMethod(
             lambda name: context.predictions(name, predictors),
-            lambda found, scores: StoredPrediction.mean(found).answer(len(found) * self.budget.samples),
+            lambda members, _: StoredPrediction.mean(members).with_scores(len(members) * self.budget.samples),
             {"notes": [RESUMED]},
             time.perf_counter() - start,
         )
@@ -140,7 +140,7 @@ class MimoHeads:
     The network is trained specifically for this method.
     """
 
-    method: LastLayer
+    method: LastLayerMethod
     budget: MimoBudget
     components: int | None = 0
     """Number of the suite's networks that the method uses: always 0, because it trains a MIMO network of its own."""
@@ -159,7 +159,7 @@ class MimoHeads:
         """Return the settings as JSON values."""
         return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
 
-    def fit(self, context: Context) -> Fitted:
+    def fit(self, context: Context) -> FittedMethod:
         """Train the network or resume its training, and then fit the method to the network's heads."""
         start, recipe, activations = time.perf_counter(), context.suite.recipe, context.activations
         seed = member_seeds(context.run + 1, 0)[context.run]
@@ -177,7 +177,7 @@ class MimoHeads:
         key = network_checksum(mimo, context.network)
         heads = [Network(None, partial(mimo.networks.__getitem__, k), f"{key}-{k}") for k in range(self.budget.members)]
 
-        def read(name: str) -> Stored:
+        def read(name: str) -> StoredActivations:
             activations.compute(heads, [context.sources[name]], lambda doing, done: None)
             return activations.read(heads, context.sources[name])
 
@@ -203,7 +203,7 @@ class WholeNetworks:
         structure = self.structure or ("kron" if self.subnetwork is None else "full")
         return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
 
-    def fit(self, context: Context) -> Fitted:
+    def fit(self, context: Context) -> FittedMethod:
         """Fit a posterior on all training images and tune it on the validation images, or load a saved posterior."""
         start, networks = time.perf_counter(), context.networks[: self.components]
         models = [network.load().to(context.device) for network in networks]
@@ -214,7 +214,9 @@ class WholeNetworks:
             if (folder / DOCUMENT).exists():
                 posterior = mola.whole.load(folder, models)
             else:
-                sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
+                sizes = [
+                    sum(weight.numel() for weight in model.parameters() if weight.requires_grad) for model in models
+                ]
                 posterior = mola.whole.fit(
                     models,
                     context.sources["train"],
@@ -226,9 +228,9 @@ class WholeNetworks:
                 )
                 posterior.save(folder)
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, RESUMED]}
-        return Fitted(
+        return FittedMethod(
             lambda name: context.predictions(name, {folder.name: [posterior]}),
-            lambda found, scores: found[0].answer(predictors=1),
+            lambda members, _: members[0].with_scores(predictors=1),
             chosen,
             time.perf_counter() - start,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,23 @@ from torch import Tensor
 
 from molaplace.evaluation import PredictionColumns
 from molaplace.uncertainty import entropy
-from molaplace_lab.methods import BatchPrediction
 
-Answers = Callable[[str, bool], Iterable[tuple[BatchPrediction, Tensor]]]
+
+@dataclass(frozen=True)
+class BatchPrediction:
+    """Predictions of a classifier for a batch."""
+
+    probs: Tensor
+    """Probabilities, shape (n, C)."""
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    """Outlier scores by name, each of shape (n,)."""
+
+
+Predictions = Callable[[str, bool], Iterable[tuple[BatchPrediction, Tensor]]]
 """Function that takes a set's name and a flag that requests OOD scores, and yields batches of predictions and labels."""
 
 
-Measure = Callable[[Answers], dict[str, float]]
+Measure = Callable[[Predictions], dict[str, float]]
 """Function that computes named values from a method's predictions; it is applied to every method in a suite's main comparison."""
 
 
@@ -35,7 +46,7 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
     return (np.cumsum(counts) - (counts - 1) / 2)[places]  # ties share the mean of their ranks
 
 
-def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
+def human_labels(counts: Tensor, predictions: Predictions) -> dict[str, float]:
     """Measure the agreement with human labels, which are given as counts (n, C) in the order of the test set.
 
     The result contains the `cross-entropy` between the distribution of human labels and the predicted probabilities, and the
@@ -46,17 +57,19 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
     doubt = entropy(shares)
     parts: list[Tensor] = []
     scores: dict[str, list[Tensor]] = {}
-    for answer, _ in answers("test", True):
-        parts.append(answer.probs)
-        for name, score in answer.scores.items():
+    for prediction, _ in predictions("test", True):
+        parts.append(prediction.probs)
+        for name, score in prediction.scores.items():
             scores.setdefault(name, []).append(score)
     probs = torch.cat(parts)
     # Probabilities of 0, whose loss is infinite, are replaced by the smallest positive normal number of their type, as in the log
     # loss.
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
     loss = float(-(shares * log_probs).sum(1).mean())
-    found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
-    return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}
+    agreement = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
+    return agreement | {
+        f"correlation, {name}": rank_correlation(torch.cat(batches), doubt) for name, batches in scores.items()
+    }
 
 
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
@@ -74,14 +87,14 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
     return -np.inf if total[best] < 0 else float(values[best])
 
 
-def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
+def rejection(validation: tuple[str, str], test: tuple[str, str], predictions: Predictions) -> dict[str, float]:
     """Return the in-scope accuracy and the out-of-scope recall with one rejection threshold per score, as in Larson et al. (2019).
 
     The threshold maximises the accuracy on validation inputs, where out-of-scope inputs form an additional class ("oos-threshold"
     in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
     `in-scope accuracy` is the fraction of in-scope test data that are accepted and classified correctly.
     """
-    known, unknown, inside, outside = (_columns(answers(name, True)) for name in (*validation, *test))
+    known, unknown, inside, outside = (_columns(predictions(name, True)) for name in (*validation, *test))
     rates: dict[str, float] = {}
     for score in inside.scores.names:
         threshold = best_threshold(known.scores[score], known.data["correct"], unknown.scores[score])

@@ -1,6 +1,6 @@
 """Methods to compare: plain objects that can be fitted and then used for prediction.
 
-`LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
+`LastLayerMethod` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
 `mola.fit` and `tune` to stored features.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,55 +23,27 @@ from molaplace.options import one_of
 from molaplace.outliers import max_probability_score
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from molaplace.uncertainty import entropy
-from molaplace_lab.activations_file import Seen, Stored
-from molaplace_lab.detectors import gen_score
-
-FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
-"""Functions, keyed by name, that compute outlier scores from stored features and logits."""
-
-
-@dataclass(frozen=True)
-class Material:
-    """Data and settings for one run."""
-
-    read: Callable[[str], Stored]
-    """Function that returns the stored features and logits of a set, given its name."""
-    threshold: float | None
-    """Target confidence of the paper's rule."""
-    detectors: Callable[[Stored, Stored], FeatureScores]
-    """Function that builds the outlier scores from the activations of the training and validation sets."""
-    sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Function that builds a posterior from stored sums, given a structure and heads; used if no training activations are stored."""
+from molaplace_lab.activations_file import ActivationSlice, StoredActivations
+from molaplace_lab.context import Context
+from molaplace_lab.detectors import feature_scores, gen_score
+from molaplace_lab.measures import BatchPrediction
 
 
 @dataclass(frozen=True)
-class BatchPrediction:
-    """Predictions of a classifier for a batch."""
-
-    probs: Tensor
-    """Probabilities, shape (n, C)."""
-    scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """Outlier scores by name, each of shape (n,)."""
-
-
-@dataclass(frozen=True)
-class Fitted:
+class FittedMethod:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
     """Function that returns the labelled batches of a set, given its name."""
-    answer: Callable[[Any, bool], BatchPrediction]
-    """Function that returns predictions for a batch, with or without outlier scores."""
+    predict: Callable[[Any, bool], BatchPrediction]
+    """Function that returns predictions for a batch, with or without all outlier scores."""
     chosen: dict[str, Any]
     """Tuned values."""
     seconds: float
     """Time to fit and tune, in seconds."""
 
 
-MaterialT = TypeVar("MaterialT", contravariant=True)
-
-
-class Method(Protocol[MaterialT]):
+class Method(Protocol):
     """A method that can be fitted and compared with others."""
 
     @property
@@ -89,7 +61,7 @@ class Method(Protocol[MaterialT]):
     def settings(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
 
-    def fit(self, material: MaterialT, /) -> Fitted:
+    def fit(self, context: Context, /) -> FittedMethod:
         """Fit and tune the method."""
 
 
@@ -109,7 +81,7 @@ WEIGHTS = ("uniform", "evidence", "stacking")
 
 
 @dataclass(frozen=True)
-class LastLayer:
+class LastLayerMethod:
     """MAP, a deep ensemble, LLLA or MoLA, optionally with a temperature."""
 
     name: str
@@ -143,10 +115,10 @@ class LastLayer:
             settings["mean"] = self.mean
         return settings
 
-    def fit(self, material: Material) -> Fitted:
+    def fit(self, context: Context) -> FittedMethod:
         """Fit the method to stored training activations or stored sums, and tune it on stored validation activations."""
-        validation = self._read(material, "validation")
-        train = self._read(material, "train") if material.sums is None else None
+        validation = self._read(context, "validation")
+        train = self._read(context, "train") if context.sums is None else None
         if train is None and self.temperature and self.structure is not None:
             raise OptionError(
                 f"{self.name} scales the logits before fitting, so it requires stored training activations. Omit --stream."
@@ -159,8 +131,9 @@ class LastLayer:
                 logits = validation.logits()
                 averaged = logits.mean(0) if self.mean == "logits" else logits
                 temperature = fit_temperature(averaged, validation.labels)
-                networks, chosen["temperature"] = tuple(one.scaled(temperature) for one in networks), temperature
-            posterior = self._posterior(networks, train or (), validation, material)
+                networks = tuple(head.scaled(temperature) for head in networks)
+                chosen["temperature"] = temperature
+            posterior = self._posterior(networks, train or (), validation, context)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
@@ -169,52 +142,51 @@ class LastLayer:
             chosen["ood_score"] = posterior.predict([features[:1]], progress=False).ood_score_name
 
         @cache
-        def detectors() -> FeatureScores:
-            return {} if train is None else material.detectors(train, validation)
+        def detectors() -> Mapping[str, Callable[[ActivationSlice], Tensor]]:
+            return {} if train is None else feature_scores(train, validation)
 
-        def answer(seen: Seen, scores: bool) -> BatchPrediction:
-            if not (scores and self.detectors):
-                probs = torch.cat([posterior(features) for features in seen.batches()])
+        def predict(activations: ActivationSlice, with_scores: bool) -> BatchPrediction:
+            if not (with_scores and self.detectors):
+                probs = torch.cat([posterior(features) for features in activations.batches()])
                 return BatchPrediction(probs, {"max probability": max_probability_score(probs, CATEGORICAL)})
-            found = posterior.predict(seen.batches(), progress=False)
-            given = {
-                "max probability": max_probability_score(found.probs, CATEGORICAL),
-                "entropy": entropy(found.probs),
-                "GEN": gen_score(found.probs),
+            prediction = posterior.predict(activations.batches(), progress=False)
+            scores = {
+                "max probability": max_probability_score(prediction.probs, CATEGORICAL),
+                "entropy": entropy(prediction.probs),
+                "GEN": gen_score(prediction.probs),
             }
-            if (
-                self.structure is not None or len(networks) > 1
-            ):  # a single network without a posterior has no mutual information
-                given["mutual information"] = found.mutual_information
+            # A single network without a posterior has no mutual information.
+            if self.structure is not None or len(networks) > 1:
+                scores["mutual information"] = prediction.mutual_information
             if self.structure is not None:
                 # `chosen["ood_score"]` is the name of this score.
-                given["ood score"] = found.ood_score
-                if (distance := getattr(found, "distance", None)) is not None:
-                    given["distance"] = distance
+                scores["ood score"] = prediction.ood_score
+                if (distance := getattr(prediction, "distance", None)) is not None:
+                    scores["distance"] = distance
             elif not self.temperature:
-                given |= {name: score(seen) for name, score in detectors().items()}
-            return BatchPrediction(found.probs, given)
+                scores |= {name: score(activations) for name, score in detectors().items()}
+            return BatchPrediction(prediction.probs, scores)
 
-        def batches(name: str) -> Iterator[tuple[Seen, Tensor]]:
-            return ((seen, seen.labels) for seen in self._read(material, name).slices())
+        def batches(name: str) -> Iterator[tuple[ActivationSlice, Tensor]]:
+            return ((activations, activations.labels) for activations in self._read(context, name).slices())
 
-        return Fitted(batches, answer, chosen, seconds)
+        return FittedMethod(batches, predict, chosen, seconds)
 
-    def _read(self, material: Material, name: str) -> Stored:
-        return material.read(name).only(slice(self.components))
+    def _read(self, context: Context, name: str) -> StoredActivations:
+        return context.read(name).only(slice(self.components))
 
     def _posterior(
-        self, networks: Sequence[nn.Module], train: Iterable[Any], validation: Stored, material: Material
+        self, networks: Sequence[nn.Module], train: Iterable[Any], validation: StoredActivations, context: Context
     ) -> mola.MoLA:
         if self.structure is None:
             return mola.ensemble(networks).with_pooling(0.0 if self.mean == "logits" else 1.0)
-        if material.sums is None:
+        if context.sums is None:
             posterior = mola.fit(networks, train, structure=self.structure, link=self.link, progress=False)
         else:
-            posterior = material.sums(self.structure, networks).with_link(self.link)
+            posterior = context.sums(self.structure, networks).with_link(self.link)
         posterior = posterior.with_weights("evidence" if self.weights == "evidence" else "uniform")
-        held = validation if self.rule != "evidence" else None
-        posterior = posterior.tune(held, rule=RULES[self.rule](material.threshold), progress=False)
+        data = validation if self.rule != "evidence" else None
+        posterior = posterior.tune(data, rule=RULES[self.rule](context.threshold), progress=False)
         return posterior.reweight(validation, progress=False) if self.weights == "stacking" else posterior
 
     @staticmethod

@@ -28,14 +28,13 @@ from molaplace.evaluation import (
     labelled_result,
     outlier_result,
 )
-from molaplace_lab.activations import Activations, Network, Progress
-from molaplace_lab.activations_file import Stored
+from molaplace_lab.activations import ActivationCache, Network, Progress
+from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import checksum
-from molaplace_lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
+from molaplace_lab.comparisons import LONG, SWEEP, methods_of
 from molaplace_lab.context import Context
-from molaplace_lab.detectors import feature_scores
-from molaplace_lab.measures import Measure
-from molaplace_lab.methods import BatchPrediction
+from molaplace_lab.measures import BatchPrediction, Measure
+from molaplace_lab.methods import Method
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData
@@ -110,7 +109,7 @@ class Plan:
         first = 0 if self.crossed else run * size
         return tuple(self.networks[first : first + size])
 
-    def methods(self, group: str) -> list[SuiteMethod]:
+    def methods(self, group: str) -> list[Method]:
         """Return the methods of a group."""
         return methods_of(group, self.budget or self.suite.budget)
 
@@ -218,12 +217,12 @@ class _Job(NamedTuple):
     # A method to run, its group, and the index of the run.
     group: str
     run: int
-    method: SuiteMethod
+    method: Method
 
 
 def run_suite(
     plan: Plan,
-    activations: Activations,
+    activations: ActivationCache,
     store: Store,
     progress: Progress,
     *,
@@ -260,7 +259,7 @@ def run_suite(
                 activations.compute_sums(plan.members(group, run), train, structure, progress, team)
 
     @cache
-    def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
+    def read(networks: tuple[Network, ...], run: int, name: str) -> StoredActivations:
         return activations.read(networks, plan.sources_of(run)[name])
 
     training = cache(partial(plan.read_training, str(activations.device)))
@@ -275,7 +274,6 @@ def run_suite(
         context = Context(
             read=partial(read, networks, job.run),
             threshold=plan.suite.threshold,
-            detectors=feature_scores,
             suite=plan.suite,
             network=plan.network,
             networks=networks,
@@ -350,18 +348,18 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
     fitted = job.method.fit(context)
     seconds = {"fit": fitted.seconds, "predict": 0.0}
 
-    def answers(name: str, scores: bool) -> Iterator[tuple[BatchPrediction, Tensor]]:
+    def predictions(name: str, with_scores: bool) -> Iterator[tuple[BatchPrediction, Tensor]]:
         for batch, labels in fitted.batches(name):
             start = time.perf_counter()
-            answer = fitted.answer(batch, scores)
+            prediction = fitted.predict(batch, with_scores)
             seconds["predict"] += time.perf_counter() - start
-            yield answer, labels
+            yield prediction, labels
 
-    def columns_of(source: Source, scores: bool) -> PredictionColumns:
+    def columns_of(source: Source, with_scores: bool) -> PredictionColumns:
         columns = PredictionColumns()
-        for answer, labels in answers(source.name, scores):
+        for prediction, labels in predictions(source.name, with_scores):
             known = None if source.role == "outlier" else labels
-            columns.add_probabilities(answer.probs, known, answer.scores)
+            columns.add_probabilities(prediction.probs, known, prediction.scores)
         return columns
 
     labelled, outliers, examples = {}, {}, {}
@@ -392,7 +390,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         labelled=labelled,
         outliers=outliers,
         examples=examples,
-        measures={name: measure(answers) for name, measure in plan.measures.items()} if detail else {},
+        measures={name: measure(predictions) for name, measure in plan.measures.items()} if detail else {},
         environment=environment(),
     )
 

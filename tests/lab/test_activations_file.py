@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from molaplace.errors import DataError, StorageError
-from molaplace_lab.activations_file import Stored, TensorFile, write_rows
+from molaplace_lab.activations_file import StoredActivations, TensorFile, write_rows
 
 
 def tensors(count=2500, width=3, classes=4, seed=0):
@@ -63,8 +63,8 @@ def test_a_set_in_several_files_is_the_set_in_one(tmp_path):
     for index, (start, stop) in enumerate([(0, 100), (100, 200), (200, 250)]):
         rows = {name: tensor if name == "weight" else tensor[start:stop] for name, tensor in found.items()}
         write(tmp_path / f"part {index}", rows, 30)
-    one = Stored.open([tmp_path / "one"])
-    several = Stored.open([[tmp_path / f"part {index}" for index in range(3)]])
+    one = StoredActivations.open([tmp_path / "one"])
+    several = StoredActivations.open([[tmp_path / f"part {index}" for index in range(3)]])
     assert several.count == one.count == 250
     places = torch.randperm(250, generator=torch.Generator().manual_seed(1))[:77].tolist()
     for whole, parts in ((one, several), (one.at(places), several.at(places))):

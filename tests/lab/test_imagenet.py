@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import molaplace as mola
 from molaplace.cli import app
 from molaplace_lab import activations as storing
-from molaplace_lab.activations import Activations
+from molaplace_lab.activations import ActivationCache
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.corruptions.catalogue import corrupt
 from molaplace_lab.networks import open_named
@@ -127,7 +127,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     part = fold["severity 2"]
     networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
     monkeypatch.setattr(storing, "SLICE", 6)
-    kept = Activations(tmp_path)
+    kept = ActivationCache(tmp_path)
     kept.compute(networks, [part.whole], lambda what, done: None)
     assert len(kept.paths(networks[0], part.whole)) == 4
     seen = kept.read(networks, part)
@@ -162,7 +162,7 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     names = "sizes_for_test:small,sizes_for_test:wide"
     networks, fold = open_named(names, 12), folds[0]
     plan = Plan(IMAGENET, names, networks, folds, 1, 2, options=options(root))
-    kept, store = Activations(tmp_path / "cache"), Store(tmp_path / "results")
+    kept, store = ActivationCache(tmp_path / "cache"), Store(tmp_path / "results")
     run_suite(plan, kept, store, lambda doing, done: None)
     found, bare = (store.read("imagenet", method, 0) for method in ("MoLA (NLL)", "DE"))
     assert {"Mahalanobis", "nearest neighbours"} <= set(bare.outliers["svhn"].scores)
@@ -194,12 +194,12 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
     source = IMAGENET.make_folds(options(root))[0]["test"].whole
     networks = open_named(f"sizes_for_test:small,sizes_for_test:{name}", 12)
     with pytest.raises(error, match=words):
-        Activations(tmp_path).compute(networks, [source], lambda doing, done: None)
+        ActivationCache(tmp_path).compute(networks, [source], lambda doing, done: None)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 IN_SLICES = (
-    "import molaplace_lab.activations as storing; storing.SLICE = 3; from molaplace.__main__ import main; main()"
+    "import molaplace_lab.activations as storing; storing.SLICE = 3; from molaplace_lab.__main__ import main; main()"
 )
 """The `molaplace` command, with slices that a few images fill more than one of."""
 

@@ -8,7 +8,7 @@ import torch
 import molaplace as mola
 from molaplace.errors import OptionError, StorageError
 from molaplace.metrics import auroc, negative_log_likelihood
-from molaplace_lab.activations import Activations, open_networks
+from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.long_methods import fit_mimo, fit_swag
 from molaplace_lab.networks import Training, find_networks, train_networks
@@ -39,7 +39,7 @@ def plan(tmp_path_factory):
 
 
 def run(plan, folder, **options):
-    activations = Activations(folder / "activations")
+    activations = ActivationCache(folder / "activations")
     store = Store(folder / "results")
     run_suite(plan, activations, store, lambda doing, done: None, **options)
     return store.records("blobs")

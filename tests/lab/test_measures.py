@@ -10,8 +10,7 @@ from scipy.stats import spearmanr
 
 from molaplace.evaluation import outlier_scores
 from molaplace.uncertainty import entropy
-from molaplace_lab.measures import best_threshold, human_labels, rank_correlation, rejection
-from molaplace_lab.methods import BatchPrediction
+from molaplace_lab.measures import BatchPrediction, best_threshold, human_labels, rank_correlation, rejection
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import molaplace as mola
 from molaplace import metrics
 from molaplace.images import Images, normalisation
-from molaplace_lab.activations import Activations, open_networks
+from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.comparisons import methods_of
-from molaplace_lab.methods import LastLayer
+from molaplace_lab.methods import LastLayerMethod
 from molaplace_lab.networks import Training, check_networks, find_networks, train_networks
 from molaplace_lab.record import Record
 from molaplace_lab.runner import Plan, run_suite
@@ -105,7 +105,7 @@ def plan(trained):
 
 
 def run(plan, folder, **options):
-    folders = Activations(folder / "activations"), Store(folder / "results")
+    folders = ActivationCache(folder / "activations"), Store(folder / "results")
     run_suite(plan, *folders, lambda doing, done: None, **options)
     return records_of(folder)
 
@@ -171,7 +171,7 @@ def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monke
     """With or without the cache of activations; additional sets of outliers are warned of, and do not spoil records."""
     first = records_of(copied)
     shutil.rmtree(copied / "activations")
-    monkeypatch.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
+    monkeypatch.setattr(LastLayerMethod, "fit", lambda *_: pytest.fail("fitted again"))
     assert run(plan, copied) == first
     assert not list((copied / "activations").rglob("*.safetensors"))
     with pytest.warns(mola.errors.MolaWarning, match="no results for Further"):
@@ -182,7 +182,7 @@ def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monke
 
 
 def test_a_run_that_stops_or_refuses_keeps_the_other_records(plan, tmp_path, monkeypatch):
-    plan, fit, done = replace(plan, runs=1), LastLayer.fit, []
+    plan, fit, done = replace(plan, runs=1), LastLayerMethod.fit, []
 
     def failing(at, error):
         def replaced(self, context):
@@ -191,7 +191,7 @@ def test_a_run_that_stops_or_refuses_keeps_the_other_records(plan, tmp_path, mon
                 raise error
             return fit(self, context)
 
-        monkeypatch.setattr(LastLayer, "fit", replaced)
+        monkeypatch.setattr(LastLayerMethod, "fit", replaced)
 
     failing("DE-T", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
