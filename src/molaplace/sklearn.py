@@ -101,7 +101,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
                 inputs[rows],
                 targets[rows],
                 outputs,
-                loss or (lambda logits, some: -likelihood.log_likelihood(logits, some)),
+                loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
                 hidden=[int(width) for width in hidden],
                 members=self.members,
                 seed=seed,
@@ -343,25 +343,22 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
         self._single = y.ndim == 1
-        targets: Array = np.array(y, dtype=np.float64).reshape(
-            len(X), -1
-        )  # a copy, since torch rejects read-only memory
+        # A copy, since torch rejects read-only memory.
+        targets: Array = np.array(y, dtype=np.float64).reshape(len(X), -1)
         scaler = StandardScaler().fit(targets)
         location = scaler.mean_
         scale = scaler.scale_
         noise = self.noise
         rule = self.rule
-        if (
-            targets == targets[0]
-        ).all():  # constant targets: predict the constant, with noise as small as its rounding error
+        if (targets == targets[0]).all():
+            # Predict the constant, with noise as small as its rounding error.
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
             rule = None
         likelihood = Gaussian(noise, location=location.tolist(), scale=scale.tolist())
-        centre = torch.from_numpy(location)
-        width = torch.from_numpy(scale)
 
-        def squared_error(outputs: Tensor, some: Tensor) -> Tensor:
-            return 0.5 * (outputs - (some - centre) / width).square().sum(1)
+        def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+            standardised = (labels - torch.from_numpy(location)) / torch.from_numpy(scale)
+            return 0.5 * (outputs - standardised).square().sum(1)
 
         return self._fit(X, targets, targets.shape[1], likelihood, rule, squared_error)
 

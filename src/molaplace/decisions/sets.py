@@ -140,10 +140,12 @@ def prediction_sets(
     if not is_real(penalty) or not 0 <= penalty < math.inf:
         raise OptionError(f"must be a non-negative number; got {penalty!r}.", argument="penalty")
     whole_number(free, "free", 0)
-    strength, ranks = (float(penalty), free) if method == "raps" else (0.0, 0)
+    if method != "raps":
+        penalty = 0.0
+        free = 0
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
     columns = calibration.true_probability, calibration.mass_above, calibration.true_rank
-    scores = _scores(method, *columns, draws, strength, ranks)
+    scores = _scores(method, *columns, draws, penalty, free)
     if by == "class":
         threshold = torch.stack(
             [conformal_quantiles(scores[calibration.label == label], 1 - share) for label in range(calibration.classes)]
@@ -163,8 +165,8 @@ def prediction_sets(
         classes=calibration.classes,
         count=len(calibration),
         randomised=randomised,
-        penalty=strength,
-        free=ranks,
+        penalty=float(penalty),
+        free=free,
         at_least_one=at_least_one,
     )
 

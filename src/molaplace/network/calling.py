@@ -48,8 +48,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 # --- batches and loaders ----------------------------------------------------------------------------------------------
 
 
-def as_batch(raw: Any, where: str) -> Batch:
-    """Split a loader's batch into inputs and labels; `where` names the batch in messages, as in "batch 3 of the loader"."""
+def as_batch(raw: Any, place: str) -> Batch:
+    """Split a loader's batch into inputs and labels; `place` names the batch in messages, as in "batch 3 of the loader"."""
     inputs = raw
     labels = None
     if isinstance(raw, Mapping):
@@ -58,7 +58,7 @@ def as_batch(raw: Any, where: str) -> Batch:
         if not inputs:
             raise DataError(
                 f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
-                place=where,
+                place=place,
             )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs = raw[0]
@@ -72,16 +72,16 @@ def as_batch(raw: Any, where: str) -> Batch:
         raise DataError(
             f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
             f"{type(raw).__name__}{size}. {remedy}",
-            place=where,
+            place=place,
         )
     if any(isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 0 for tensor in tree_leaves(inputs)):
-        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
+        raise DataError(f"{place} is empty: its inputs have size 0. Remove empty batches from the loader.")
     if labels is not None and not isinstance(labels, Tensor):
         try:
             labels = torch.as_tensor(labels, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=where
+                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=place
             ) from error
     return Batch(inputs, labels)
 
@@ -122,8 +122,8 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     """Return the first batch unchanged, together with an iterator over all batches, including the first."""
     check_loader(loader, where)
     remaining = iter(loader)
-    for first in remaining:
-        return first, chain([first], remaining)
+    for first_batch in remaining:
+        return first_batch, chain([first_batch], remaining)
     raise DataError(
         f"the {where} is empty: it yielded no batches. An iterator can be read only once, so pass the loader itself."
     )

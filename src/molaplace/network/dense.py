@@ -75,10 +75,10 @@ class Layout:
         values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
         return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
 
-    def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
+    def labels(self, labels: Tensor, outputs: int, place: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
-        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are used only in error messages.
+        `outputs` (the number of outputs at each position) and `place` (the name of the batch) are used only in error messages.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
@@ -92,7 +92,7 @@ class Layout:
         raise DataError(
             f"expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
             f"labels of shape {tuple(labels.shape)}.{remedy}",
-            place=where,
+            place=place,
         )
 
 

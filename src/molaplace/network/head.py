@@ -95,14 +95,14 @@ class Head:
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
 
 
-def same_tensor(first: Tensor, second: Tensor) -> bool:
+def same_tensor(tensor: Tensor, other_tensor: Tensor) -> bool:
     """Return whether two tensors are identical views of one storage. Addresses are not compared, because traced tensors have none."""
-    return first is second or (
-        first.shape == second.shape
-        and first.dtype == second.dtype
-        and first.stride() == second.stride()
-        and first.storage_offset() == second.storage_offset()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return tensor is other_tensor or (
+        tensor.shape == other_tensor.shape
+        and tensor.dtype == other_tensor.dtype
+        and tensor.stride() == other_tensor.stride()
+        and tensor.storage_offset() == other_tensor.storage_offset()
+        and tensor.untyped_storage()._cdata == other_tensor.untyped_storage()._cdata
     )
 
 
@@ -280,14 +280,18 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
     for layer_call in reversed(calls):
         head = Head(layer_call.name, layer_call.layer, every_position=True, dense_axes=dense_axes)
         # The head must be a linear layer if the outputs have shape (n, C), and a convolution if they are dense.
-        kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(layer_call.shape))
-        fits = (
-            isinstance(layer_call.layer, kind)
-            and 2 < len(layer_call.shape) == axes
-            and layer_call.shape != outputs.shape
-        )
+        if dense_axes:
+            fits = isinstance(layer_call.layer, Convolution) and len(layer_call.shape) == outputs.dim()
+        else:
+            fits = isinstance(layer_call.layer, nn.Linear) and len(layer_call.shape) > 2
         alike = layer_call.shape[0] == outputs.shape[0] and layer_call.shape[head.axis] == outputs.shape[head.axis]
-        if layer_call.name in tried or not fits or not alike or _why_not_linear(layer_call.layer) is not None:
+        if (
+            layer_call.name in tried
+            or not fits
+            or not alike
+            or layer_call.shape == outputs.shape
+            or _why_not_linear(layer_call.layer) is not None
+        ):
             continue
         tried.add(layer_call.name)
         with suppress(DataError, HeadError):  # on failure, try the next layer; if all fail, _explain reports why
@@ -329,17 +333,17 @@ def head_by_name(network: nn.Module, name: str) -> Head:
 def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
         return None
-    plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
+    requirements = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
     # Padding may also be "same" or "valid", both of which add nothing for a kernel of size 1.
-    odd = [
+    deviations = [
         f"{name}={getattr(layer, name)}"
-        for name, one in plain.items()
-        if getattr(layer, name) not in (one, (one,) * len(layer.kernel_size), "same", "valid")
+        for name, required in requirements.items()
+        if getattr(layer, name) not in (required, (required,) * len(layer.kernel_size), "same", "valid")
     ]
-    if not odd:
+    if not deviations:
         return None
     return (
-        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each position: a 1x1 "
+        f"is a {type(layer).__name__} with {', '.join(deviations)}. A posterior needs a last layer that is linear at each position: a 1x1 "
         f"convolution with stride 1, no padding and groups=1. End the network with such a layer, for example nn.Conv2d(features, "
         f"classes, 1), and train it."
     )
