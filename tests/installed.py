@@ -3,8 +3,8 @@
     make test-wheel
 
 The clone is not on the path. First without extras: the package imports and fits, and commands name the extra they need. Then with
-`cli` and `bench`: snippets of README and docs, and every command that needs no data folder. Needs the package index, and takes about
-two minutes.
+`cli`: snippets of README and docs, and the commands of README. Then with `export`: `molaplace export`. The laboratory is not in the
+wheel. Needs the package index, and takes a few minutes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from build import ProjectBuilder
 from build.env import DefaultIsolatedEnv
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "cli,bench"
+EXTRAS = "cli"
 BARE = {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
 """Allowed dependencies without extras."""
 
 SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)
 IS_WHOLE = """
-import importlib.metadata, pathlib, sys
+import importlib.metadata, importlib.util, pathlib, sys
 
 import molaplace as mola
 
 assert pathlib.Path(mola.__file__).is_relative_to(sys.prefix), mola.__file__
 assert mola.__version__ == importlib.metadata.version("molaplace")
-for name in dir(molaplace):
+assert importlib.util.find_spec('molaplace_lab') is None
+for name in dir(mola):
     try:
-        getattr(molaplace, name)
+        getattr(mola, name)
     except mola.errors.MissingExtraError as error:
         assert "pip install" in str(error), name
 """
@@ -166,16 +167,13 @@ def try_commands(environment: Environment) -> None:
     """With the extras: run the snippets and each command, and check the output."""
     environment.python(IS_WHOLE + snippets())
     molaplace, desk = environment.molaplace, environment.desk
+    check("evaluate" in molaplace("--help").stdout, "the help lists no commands")
     molaplace("demo", "--quiet")
     check("MoLA" in (desk / "demo-results" / "index.html").read_text(encoding="utf-8"), "the demo's page lacks MoLA")
-    molaplace("bench", "digits", "--train", "--quiet")
-    molaplace("report", "--quiet")
-    check("digits" in (desk / "report" / "index.html").read_text(encoding="utf-8"), "the report's page lacks digits")
 
-    networks = [path.relative_to(desk) for path in sorted((desk / "networks" / "digits").glob("*.safetensors"))]
-    check(len(networks) > 1, f"`molaplace bench digits --train` left {len(networks)} networks")
+    networks = Path("demo-results", "networks")
     fitted = molaplace(
-        "fit", *networks, "--network", "mlp", "--train", "digits:train", "--val", "digits:val", "--json"
+        "fit", networks, "--network", "mlp", "--train", "digits:train", "--val", "digits:val", "--json"
     ).stdout
     check(isinstance(json.loads(fitted), dict), f"`molaplace fit --json` printed {fitted}")
     environment.python(
@@ -193,6 +191,9 @@ def try_commands(environment: Environment) -> None:
     right = {row["name"] for row in rows if not row["error"] and 0 < float(row["confidence"]) <= 1}
     check(len(rows) > 100 and len(right) == len(rows), f"of {len(rows)} rows, {len(right)} hold a prediction")
     check("kron" in molaplace("info", "posterior").stdout, "`molaplace info` does not name the structure")
+    for command, extra in ((("export", "posterior", "--onnx", "digits.onnx"), "export"), (("explore",), "explore")):
+        message = molaplace(*command, code=1).stderr
+        check(f"molaplace[{extra}]" in message, f"a command without its extra says: {message}")
 
 
 def main() -> None:
@@ -210,6 +211,9 @@ def main() -> None:
         environment.install(f"{wheel}[{EXTRAS}]")
         say(f"installed with [{EXTRAS}]")
         try_commands(environment)
+        environment.install(f"{wheel}[{EXTRAS},export]")
+        environment.molaplace("export", "posterior", "--onnx", "digits.onnx")
+        check((environment.desk / "digits.onnx").exists(), "`molaplace export` wrote no file")
         say("done: the wheel holds what its users need")
 
 

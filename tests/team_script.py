@@ -1,4 +1,4 @@
-"""One process of several: `tests/library/test_team.py` and `tests/app/test_torchrun.py` compare what they write."""
+"""One process of several: `tests/library/test_team.py` and `tests/cli/test_torchrun.py` compare what they write."""
 
 import io
 import json

@@ -23,7 +23,7 @@ import molaplace_lab.__main__
 from molaplace.__main__ import main
 from molaplace.saving.weights import save_weights
 from molaplace_lab.models import lenet
-from tests.own_work import make_desk
+from tests.workspace import make_workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -151,8 +151,8 @@ def prepare(folder: Path) -> None:
             optimiser.step()
         save_weights(network, folder / "checkpoints" / f"{seed}.safetensors")
     # Images have 6 x 6 pixels; the pages resize to 32 x 32, the input size of the networks.
-    desk = make_desk(folder, "models", side=32)
-    for name, network in zip("ab", desk.networks(2), strict=True):
+    workspace = make_workspace(folder, "models", side=32)
+    for name, network in zip("ab", workspace.networks(2), strict=True):
         torch.save(network.state_dict(), folder / f"{name}.pt")
     (folder / "images").mkdir()
     for part in ("train", "val", "test", "strange"):

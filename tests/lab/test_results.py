@@ -25,7 +25,7 @@ from molaplace_lab.networks import find_networks
 from molaplace_lab.store import Store
 from molaplace_lab.suites.registry import find_suite
 from tests.conftest import require_shared
-from tests.own_work import to_evaluate
+from tests.workspace import to_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"

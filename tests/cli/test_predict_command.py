@@ -19,9 +19,9 @@ from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.predict import run_predict, summary_sentence
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
-from tests.app.kinds import NAMES, draw, run
+from tests.cli.fitted_folders import NAMES, draw, run
 from tests.closeness import assert_close
-from tests.own_work import job_for, to_predict
+from tests.workspace import job_for, to_predict
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
@@ -114,9 +114,9 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npz", "out.npz.toml", "some.npz"]
 
 
-@pytest.mark.usefixtures("_at_the_desk")
-def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path):
-    expected = fitted.posterior.predict(desk.inputs("test")[0])
+@pytest.mark.usefixtures("_in_workspace")
+def test_numbers_are_equal_across_sources_and_batch_sizes(workspace, fitted, tmp_path):
+    expected = fitted.posterior.predict(workspace.inputs("test")[0])
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
         opened = replace(fitted, intake=replace(fitted.intake, batch_size=size))
         result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
@@ -129,10 +129,10 @@ def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path
         assert result["labels"] == dict(zip(fitted.classes, torch.bincount(expected.label).tolist(), strict=True))
 
 
-@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize("ending", [*ENDINGS, "npz"])
-def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, ending):
-    folder = shutil.copytree(desk.root / "strange", tmp_path / "images")
+def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, ending):
+    folder = shutil.copytree(workspace.root / "strange", tmp_path / "images")
     (folder / "00-corrupt.png").write_bytes((folder / "03.png").read_bytes()[:50])
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(folder / "zz-large.png")
     Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
@@ -153,12 +153,12 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
     assert not list(tmp_path.glob("*strict*"))
 
 
-@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
-def test_decisions_in_rows_are_those_of_the_library(desk, fitted, tmp_path, ending):
+def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path, ending):
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **asked))
-    made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(desk.inputs("test")[0])
+    made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(workspace.inputs("test")[0])
     answer = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
     sets, found = made.sets(prediction), read(tmp_path / f"out.{ending}")
     assert result["answer"] == float(answer.double().mean())
@@ -223,13 +223,13 @@ def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
     assert after == before
 
 
-@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
-def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, mola_command):
+def test_a_file_appears_when_it_is_complete(workspace, fitted, tmp_path, ending, mola_command):
     with pytest.raises(mola.errors.DataError, match="the disk is gone"):
-        run_predict(fitted, to_predict(f"{desk.module}:failing", tmp_path / f"out.{ending}"))
+        run_predict(fitted, to_predict(f"{workspace.module}:failing", tmp_path / f"out.{ending}"))
     assert list(tmp_path.iterdir()) == []
-    (desk.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
+    (workspace.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
     arguments = ["predict", fitted.folder, "stopping:batches", "--output", tmp_path / f"out.{ending}", "--quiet"]
     code, _, said = mola_command(*arguments)
     assert code == INTERRUPTED
@@ -237,10 +237,10 @@ def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, mola
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("_at_the_desk")
-def test_networks_that_take_their_inputs_by_name(desk, tmp_path):
-    data = f"{desk.module}:mappings"
-    run_fit(job_for(desk, train=data, val=data, link="mc", rule="none"), tmp_path / "posterior")
+@pytest.mark.usefixtures("_in_workspace")
+def test_networks_that_take_their_inputs_by_name(workspace, tmp_path):
+    data = f"{workspace.module}:mappings"
+    run_fit(job_for(workspace, train=data, val=data, link="mc", rule="none"), tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior", trust=True)
     run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
-    assert_close(read(tmp_path / "out.npz")["probs"], opened.posterior.predict(desk.inputs("train")[0]).probs)
+    assert_close(read(tmp_path / "out.npz")["probs"], opened.posterior.predict(workspace.inputs("train")[0]).probs)

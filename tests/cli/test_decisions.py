@@ -14,14 +14,14 @@ from molaplace.saving.files import write_folder
 from molaplace.saving.posterior import pack
 from tests.closeness import assert_close
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 ASKED = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
 
 
 @pytest.fixture
-def known(desk, fitted):
-    inputs, labels = desk.inputs("val")
+def known(workspace, fitted):
+    inputs, labels = workspace.inputs("val")
     return fitted.posterior.predict(inputs), labels
 
 
@@ -49,7 +49,7 @@ def test_damaged_numbers_are_refused(fitted, tmp_path, name):
         make_decisions(replace(fitted, folder=tmp_path), coverage=0.8)
 
 
-def test_an_exported_file_decides_alike(desk, fitted, tmp_path):
+def test_an_exported_file_decides_alike(workspace, fitted, tmp_path):
     pytest.importorskip("onnxruntime")
     outputs = ["probs", "confidence", "ood_score"]  # by which it decides
     (written,) = run_export(
@@ -57,7 +57,7 @@ def test_an_exported_file_decides_alike(desk, fitted, tmp_path):
     )
     made = make_decisions(fitted, **ASKED)
     loaded = mola.export.load(written.path)
-    inputs, _ = desk.inputs("test")
+    inputs, _ = workspace.inputs("test")
     said = loaded(inputs)
     found = loaded.decide(said)
     assert torch.equal(found["outlying"], said["ood_score"] > made.alarm)

@@ -10,35 +10,37 @@ import sys
 import pytest
 
 from molaplace.saving.schema import sealed
-from tests.app.kinds import run
+from tests.cli.fitted_folders import run
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 
-def arguments(desk, output, *more):
-    networks = ("--network", f"{desk.module}:build", *desk.weights())
+def arguments(workspace, output, *more):
+    networks = ("--network", f"{workspace.module}:build", *workspace.weights())
     return ["fit", *networks, "--train", "train", "--val", "val", "--output", str(output), *more]
 
 
 @pytest.fixture(scope="module")
-def posterior(desk, tmp_path_factory):
+def posterior(workspace, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fitted") / "posterior"
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
-        outcome = run(*arguments(desk, folder, "--quiet"))
+        patch.chdir(workspace.root)
+        patch.syspath_prepend(str(workspace.root))
+        outcome = run(*arguments(workspace, folder, "--quiet"))
         assert outcome.exit_code == 0, outcome.exception
         assert outcome.output == "", "quiet is quiet"
     return folder
 
 
-def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
+def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, tmp_path, mola_command):
     place = tmp_path / "posterior"
-    assert "replaces" not in mola_command(*arguments(desk, place))[1]
-    assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(desk, place))[1].split())
+    assert "replaces" not in mola_command(*arguments(workspace, place))[1]
+    assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(workspace, place))[1].split())
     document = json.loads((place / "posterior.json").read_text())
     (place / "posterior.json").unlink()
-    assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
+    assert mola_command(*arguments(workspace, place, "--quiet"))[0] == 0, (
+        "what an interrupted fit leaves is no obstacle"
+    )
     strangers = {
         "saved swag": {"posterior.json": json.dumps(sealed(document | {"kind": "swag"}))},
         "not written by molaplace": {"posterior.json": "{}"},
@@ -49,14 +51,14 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_pa
         folder.mkdir()
         for name, text in files.items():
             (folder / name).write_text(text)
-        code, out, err = mola_command(*arguments(desk, folder))
+        code, out, err = mola_command(*arguments(workspace, folder))
         assert (code, out) == (1, "")
         assert words in err
         assert "another --output" in err
         assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
-def test_info_for_people_and_for_programs_notices_damage(desk, posterior, mola_command, tmp_path):
+def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, mola_command, tmp_path):
     code, out, _ = mola_command("info", posterior)
     assert code == 0
     for words in (
@@ -88,18 +90,18 @@ def test_info_for_people_and_for_programs_notices_damage(desk, posterior, mola_c
     ],
     ids=str,
 )
-def test_fit_and_info_state_the_preparation_of_images(desk, tmp_path, mola_command, more, words):
-    more = [one.replace("OWN", desk.module) for one in more]
-    _, fitted, _ = mola_command(*arguments(desk, tmp_path / "posterior", *more))
+def test_fit_and_info_state_the_preparation_of_images(workspace, tmp_path, mola_command, more, words):
+    more = [one.replace("OWN", workspace.module) for one in more]
+    _, fitted, _ = mola_command(*arguments(workspace, tmp_path / "posterior", *more))
     _, described, _ = mola_command("info", tmp_path / "posterior")
     for out in (fitted, described):
         assert ("x / 255" in out) == (words is not None)
         assert words is None or words in " ".join(out.split())
 
 
-def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola_command):
+def test_a_posterior_without_distances_says_so_and_predicts(workspace, tmp_path, mola_command):
     place, output = tmp_path / "posterior", tmp_path / "out.csv"
-    assert mola_command(*arguments(desk, place, "--no-distances", "--quiet"))[0] == 0
+    assert mola_command(*arguments(workspace, place, "--no-distances", "--quiet"))[0] == 0
     assert "no distances" in " ".join(mola_command("info", place)[1].split())
     assert mola_command("predict", place, "test", "--output", output, "--quiet")[0] == 0
     assert "distance" not in output.read_text().splitlines()[0].split(",")
@@ -139,9 +141,9 @@ def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, a
     assert words in last
 
 
-def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
+def test_the_process_itself_ends_with_these_codes(workspace, posterior, tmp_path):
     """One real process: what a shell and a scheduler see."""
-    shutil.copytree(desk.root / "strange", tmp_path / "images")
+    shutil.copytree(workspace.root / "strange", tmp_path / "images")
     (tmp_path / "images" / "bad.png").touch()
     command = [
         sys.executable,
@@ -155,7 +157,7 @@ def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
         "--trust",
     ]
     outcome = subprocess.run(
-        [*command, "--output", tmp_path / "out.csv"], capture_output=True, text=True, check=False, cwd=desk.root
+        [*command, "--output", tmp_path / "out.csv"], capture_output=True, text=True, check=False, cwd=workspace.root
     )
     assert outcome.returncode == 3, outcome.stderr
     assert "bad.png: cannot be decoded" in outcome.stderr
@@ -163,7 +165,7 @@ def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
 
 
 @pytest.mark.usefixtures("_blank_figures")
-def test_every_run_is_repeated_from_its_file_and_flags_win(desk, posterior, tmp_path, mola_command):
+def test_every_run_is_repeated_from_its_file_and_flags_win(workspace, posterior, tmp_path, mola_command):
     again, other = tmp_path / "again", tmp_path / "other"
     assert mola_command("fit", "--config", posterior / "job.toml", "--trust", "--output", again, "--quiet")[0] == 0
     first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (posterior, again))

@@ -19,16 +19,16 @@ from molaplace.cli.folder import open_posterior, read_information
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, job_for, to_evaluate
+from tests.workspace import CLASSES, job_for, to_evaluate
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 
-def test_a_job_is_what_a_program_would_have_done(desk, fitted):
-    train, val = ([desk.inputs(split)] for split in ("train", "val"))
-    expected = mola.fit(desk.networks(), train, val, progress=False)
+def test_a_job_is_what_a_program_would_have_done(workspace, fitted):
+    train, val = ([workspace.inputs(split)] for split in ("train", "val"))
+    expected = mola.fit(workspace.networks(), train, val, progress=False)
     assert_close(fitted.posterior.prior_precision, expected.prior_precision)
-    inputs = desk.inputs("test")[0]
+    inputs = workspace.inputs("test")[0]
     assert_close(fitted.posterior(inputs), expected(inputs))
     assert fitted.classes == CLASSES
     assert fitted.example.shape == (2, 3, 6, 6)
@@ -37,10 +37,10 @@ def test_a_job_is_what_a_program_would_have_done(desk, fitted):
     assert fitted.document["result"]["outputs"] == 3
 
 
-@pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_jobs:train"])
-def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form, tmp_path):
+@pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_fit_command:train"])
+def test_every_form_of_the_same_data_gives_the_same_posterior(workspace, fitted, form, tmp_path):
     val = form.replace("train", "val")
-    document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior")
+    document = run_fit(job_for(workspace, train=form, val=val), tmp_path / "posterior")
     assert_close(document["result"]["prior_precision"], fitted.posterior.prior_precision)
     assert_close(
         document["result"]["validation"]["posterior"],
@@ -61,10 +61,12 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
-def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
-    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior")["result"]
-    data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
-    expected = mola.fit(desk.networks(), [desk.inputs("train")], progress=False).tune(data, rule=rule, progress=False)
+def test_rules_are_those_of_the_library(workspace, tmp_path, changes, rule):
+    chosen = run_fit(job_for(workspace, **changes), tmp_path / "posterior")["result"]
+    data = None if changes["rule"] == "evidence" else [workspace.inputs("val")]
+    expected = mola.fit(workspace.networks(), [workspace.inputs("train")], progress=False).tune(
+        data, rule=rule, progress=False
+    )
     # A search on float32 outputs, whose objective is flat at its end.
     assert chosen["prior_precision"] == pytest.approx(expected.prior_precision, rel=1e-3)
     assert chosen["temperature"] == pytest.approx(expected.temperature, rel=1e-3)
@@ -74,18 +76,19 @@ def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
 
 
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
-def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
-    exposed = run_fit(job_for(desk, rule="outliers", outliers="strange"), tmp_path / "a")["result"]
+def test_outliers_stacking_structure_and_fixed_precision(workspace, tmp_path):
+    exposed = run_fit(job_for(workspace, rule="outliers", outliers="strange"), tmp_path / "a")["result"]
     strange = torch.stack(
         [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(Path("strange").iterdir())]
     )
-    plain = mola.fit(desk.networks(), [desk.inputs("train")], progress=False)
+    plain = mola.fit(workspace.networks(), [workspace.inputs("train")], progress=False)
     rule = mola.rules.Outliers([strange.float() / 255])
     assert exposed["prior_precision"] == pytest.approx(
-        plain.tune([desk.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-3
+        plain.tune([workspace.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-3
     )
     run_fit(
-        job_for(desk, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"), tmp_path / "b"
+        job_for(workspace, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"),
+        tmp_path / "b",
     )
     opened = open_posterior(tmp_path / "b", trust=True).posterior
     assert (opened.prior_precision, opened.structure, opened.link.name) == ((2.5,) * 3, "diag", "mc")
@@ -115,19 +118,19 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
     ],
     ids=str,
 )
-def test_a_job_that_cannot_be_done_says_so(desk, tmp_path, changes, words):
+def test_a_job_that_cannot_be_done_says_so(workspace, tmp_path, changes, words):
     with pytest.raises(OptionError, match=words):
-        run_fit(job_for(desk, **changes), tmp_path / "posterior")
+        run_fit(job_for(workspace, **changes), tmp_path / "posterior")
     assert not (tmp_path / "posterior").exists()
 
 
-def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
+def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    for path in (*desk.weights(), desk.root / "val.npz", desk.root / "test.npz"):
+    for path in (*workspace.weights(), workspace.root / "val.npz", workspace.root / "test.npz"):
         shutil.copy(path, home)
-    weights = tuple(str(home / Path(path).name) for path in desk.weights())
-    job = job_for(desk, weights=weights, val=str(home / "val.npz"))
+    weights = tuple(str(home / Path(path).name) for path in workspace.weights())
+    job = job_for(workspace, weights=weights, val=str(home / "val.npz"))
     run_fit(job, home / "bundle", bundle=True)
     run_fit(job, home / "plain")
     away = tmp_path / "away"
@@ -169,12 +172,12 @@ def test_a_garbled_result_is_named(fitted, tmp_path, name, value):
         open_posterior(copy, trust=True)
 
 
-def test_weights_that_changed_or_went_are_named(desk, tmp_path):
+def test_weights_that_changed_or_went_are_named(workspace, tmp_path):
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
-    for path, source in zip(paths, desk.weights(), strict=False):
+    for path, source in zip(paths, workspace.weights(), strict=False):
         shutil.copy(source, path)
-    run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
-    shutil.copy(desk.weights()[2], paths[1])
+    run_fit(job_for(workspace, weights=tuple(map(str, paths))), tmp_path / "posterior")
+    shutil.copy(workspace.weights()[2], paths[1])
     with pytest.raises(StorageError, match=r"networks\[1\].*differ.*Restore"):
         open_posterior(tmp_path / "posterior", trust=True)
     paths[1].unlink()
@@ -182,7 +185,7 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
         open_posterior(tmp_path / "posterior", trust=True)
 
 
-def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
+def test_a_folder_that_is_none_is_refused(workspace, tmp_path, fitted):
     with pytest.raises(StorageError, match="contains no posterior"):
         open_posterior(tmp_path, trust=True)
     fitted.posterior.save(tmp_path / "by-program")
@@ -196,25 +199,25 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         read_information(tmp_path)
 
 
-def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_path):
+def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(workspace, tmp_path):
     """Folders named so that their alphabetical order is not the networks'."""
     new = {"cat": "zebra", "dog": "ant", "fox": "mole"}
     for split in ("train", "val"):
         for old, name in new.items():
-            shutil.copytree(desk.root / split / old, tmp_path / split / name)
-    job = job_for(desk, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
+            shutil.copytree(workspace.root / split / old, tmp_path / split / name)
+    job = job_for(workspace, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
     with pytest.raises(DataError, match=r"a different order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
     result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
     assert result["result"]["validation"]["networks"]["accuracy"] > 0.8
 
 
-def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
+def test_the_number_of_classes_must_be_the_networks(workspace, tmp_path):
     with pytest.raises(DataError, match=r"2 classes .a, b. for a network with 3 outputs"):
-        run_fit(job_for(desk, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
+        run_fit(job_for(workspace, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
     for number in (2, 4):
         words = f"--classes is {number}, but the network has 3 outputs and train has 3 classes"
         with pytest.raises(DataError, match=words):
-            run_fit(job_for(desk, train="train", classes=number), tmp_path / "posterior")
+            run_fit(job_for(workspace, train="train", classes=number), tmp_path / "posterior")
     with pytest.raises(DataError, match="'cat', which is not one of the 3 classes"):
-        run_fit(job_for(desk, classes=("a", "b", "c")), tmp_path / "posterior")
+        run_fit(job_for(workspace, classes=("a", "b", "c")), tmp_path / "posterior")

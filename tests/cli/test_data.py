@@ -18,16 +18,16 @@ from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.fit import run_fit
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, Desk, job_for
+from tests.workspace import CLASSES, Workspace, job_for
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 
 INTAKE = Preprocessing(mode="RGB", shape=(3, 6, 6), batch_size=5)
 
 
-def copy_of(desk: Desk, split: str, folder: Path) -> Path:
-    shutil.copytree(desk.root / split, folder)
+def copy_of(workspace: Workspace, split: str, folder: Path) -> Path:
+    shutil.copytree(workspace.root / split, folder)
     return folder
 
 
@@ -49,13 +49,13 @@ def spoil(folder: Path) -> dict[str, str]:
     }
 
 
-def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path):
-    folder = copy_of(desk, "train", tmp_path / "train")
+def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, tmp_path):
+    folder = copy_of(workspace, "train", tmp_path / "train")
     expected = spoil(folder)
     account = SkippedInputs()
     loader = Loader(open_dataset(str(folder), INTAKE, labelled=True), account)
     inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    good_inputs, good_labels = desk.inputs("train")
+    good_inputs, good_labels = workspace.inputs("train")
     assert torch.equal(labels, good_labels)
     assert torch.equal(inputs, good_inputs)
     found = account.left_out[str(folder)]
@@ -72,11 +72,11 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_pa
         list(Loader(loader.source, SkippedInputs(), strict=True))
 
 
-def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
+def test_what_most_images_are_is_what_all_should_be(workspace, tmp_path):
     """A first image of another size or colour does not make all others wrong."""
-    folder = copy_of(desk, "train", tmp_path / "train")
+    folder = copy_of(workspace, "train", tmp_path / "train")
     Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(folder / "cat" / "000-first.png")
-    result = run_fit(job_for(desk, train=str(folder)), tmp_path / "posterior")
+    result = run_fit(job_for(workspace, train=str(folder)), tmp_path / "posterior")
     assert result["result"]["intake"]["shape"] == [3, 6, 6]
     assert result["result"]["intake"]["mode"] == "RGB"
     assert list(result["left_out"][str(folder)]) == ["cat/000-first.png"]
@@ -142,8 +142,8 @@ def test_data_that_are_none_are_refused_in_words(tmp_path, case):
     assert name in str(caught.value)
 
 
-def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
-    good = desk.root / "train" / "dog"
+def test_rows_of_a_csv_that_cannot_be_used_are_named(workspace, tmp_path):
+    good = workspace.root / "train" / "dog"
     picture = next(good.iterdir())
     lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
     (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
@@ -165,13 +165,13 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     assert unlabelled.left_out[str(tmp_path / "list.csv")] == expected
 
 
-def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
+def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(workspace, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
     with pytest.raises(DataError, match=r"contains no usable inputs. The first error: cat/a.png: cannot be decoded"):
         list(Loader(open_dataset(str(tmp_path / "set"), INTAKE, labelled=True), SkippedInputs()))
     with pytest.raises(DataError, match="contains no images that can be decoded"):
-        run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
+        run_fit(job_for(workspace, train=str(tmp_path / "set")), tmp_path / "posterior")
 
 
 def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path):
@@ -220,8 +220,8 @@ def test_digits_by_name():
         list(open_dataset("digits:val", INTAKE, labelled=True).batches())
 
 
-def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
-    source = open_dataset(f"{desk.module}:mappings", Preprocessing(), labelled=True, outputs=3)
+def test_own_functions_and_what_can_go_wrong_in_them(workspace, tmp_path):
+    source = open_dataset(f"{workspace.module}:mappings", Preprocessing(), labelled=True, outputs=3)
     first = next(iter(Loader(source, SkippedInputs())))
     assert first.keys() == {"input", "labels"}
     for name, words in (
@@ -230,7 +230,7 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
-            list(open_dataset(f"{desk.module}:{name}", Preprocessing(), labelled=True, outputs=3).batches())
+            list(open_dataset(f"{workspace.module}:{name}", Preprocessing(), labelled=True, outputs=3).batches())
 
 
 X = torch.ones(2, 4)

@@ -8,25 +8,27 @@ import pytest
 import torch
 
 from molaplace.__main__ import main
-from tests.app.kinds import Kind, make_kind
-from tests.own_work import Desk, fit_at, make_desk
+from tests.cli.fitted_folders import FittedFolder, make_folder
+from tests.workspace import Workspace, fit_at, make_workspace
 
 
 @pytest.fixture(scope="module")
-def desk(request, tmp_path_factory) -> Desk:
+def workspace(request, tmp_path_factory) -> Workspace:
     """Data, weights and a module that builds the networks, under a name that no other file of tests has imported."""
-    return make_desk(tmp_path_factory.mktemp("desk"), f"own_networks_for_{request.module.__name__.rpartition('.')[2]}")
+    return make_workspace(
+        tmp_path_factory.mktemp("workspace"), f"own_networks_for_{request.module.__name__.rpartition('.')[2]}"
+    )
 
 
 @pytest.fixture
-def _at_the_desk(desk, monkeypatch) -> None:
-    monkeypatch.chdir(desk.root)
-    monkeypatch.syspath_prepend(str(desk.root))
+def _in_workspace(workspace, monkeypatch) -> None:
+    monkeypatch.chdir(workspace.root)
+    monkeypatch.syspath_prepend(str(workspace.root))
 
 
 @pytest.fixture(scope="module")
-def fitted(desk, tmp_path_factory) -> Path:
-    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+def fitted(workspace, tmp_path_factory) -> Path:
+    return fit_at(workspace, tmp_path_factory.mktemp("fitted") / "posterior")
 
 
 @pytest.fixture
@@ -46,18 +48,18 @@ def mola_command(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="session")
-def made_kinds(tmp_path_factory) -> dict[str, Kind]:
+def made_folders(tmp_path_factory) -> dict[str, FittedFolder]:
     return {}
 
 
 @pytest.fixture
-def kind(request, made_kinds, tmp_path_factory, monkeypatch) -> Kind:
+def kind(request, made_folders, tmp_path_factory, monkeypatch) -> FittedFolder:
     """The kind of outputs that a test names by `indirect`, fitted once, with its folder as the current one."""
     name: str = request.param
     torch.set_default_dtype(torch.float32)  # put back after each test
-    if name not in made_kinds:
-        made_kinds[name] = make_kind(name, tmp_path_factory.mktemp(name))
-    found = made_kinds[name]
+    if name not in made_folders:
+        made_folders[name] = make_folder(name, tmp_path_factory.mktemp(name))
+    found = made_folders[name]
     monkeypatch.chdir(found.root)
     monkeypatch.syspath_prepend(str(found.root))
     if not found.posterior.exists():

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.app.test_explore import PATIENCE, noise, saved, serving
+from tests.cli.test_explore import PATIENCE, noise, saved, serving
 
-pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("_at_the_desk")]
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("_in_workspace")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,16 +117,16 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def page(fitted, desk):
+def page(fitted, workspace):
     from molaplace.cli.explorer import ExploreOptions
     from molaplace.cli.explorer.page import Explorer
     from molaplace.cli.explorer.subject import open_subject
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
+        patch.chdir(workspace.root)
+        patch.syspath_prepend(str(workspace.root))
         explorer = Explorer(open_subject(ExploreOptions(posterior=fitted.folder, trust=True)))
-    with serving(fitted.folder, desk.root) as address, chromium() as driver:
+    with serving(fitted.folder, workspace.root) as address, chromium() as driver:
         yield Page(driver, address, explorer)
 
 

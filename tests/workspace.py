@@ -1,4 +1,4 @@
-"""A user's desk in a folder: small trained networks and the same pictures in every form that the commands read."""
+"""A user's workspace in a folder: small trained networks and the same pictures in every form that the commands read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ number = 7
 
 
 @dataclass(frozen=True)
-class Desk:
+class Workspace:
     """Where everything lies."""
 
     root: Path
@@ -129,7 +129,7 @@ def build(width: int = 12, side: int = SIDE) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * side**2, width), nn.ReLU(), nn.Linear(width, 3)).to(torch.float32)
 
 
-def make_desk(root: Path, module: str, side: int = SIDE) -> Desk:
+def make_workspace(root: Path, module: str, side: int = SIDE) -> Workspace:
     """Pictures in a colour for each class, with enough noise to be mistaken now and then."""
     draw = np.random.default_rng(0)
     (root / f"{module}.py").write_text(MODULE.replace("INPUTS", str(3 * side**2)))
@@ -151,10 +151,10 @@ def make_desk(root: Path, module: str, side: int = SIDE) -> Desk:
     for index in range(12):
         picture = draw.integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8)
         Image.fromarray(picture).save(root / "strange" / f"{index:02d}.png")
-    desk = Desk(root, module, side)
-    inputs, labels = desk.inputs("train")
+    workspace = Workspace(root, module, side)
+    inputs, labels = workspace.inputs("train")
     (root / "weights").mkdir()
-    for seed, path in enumerate(desk.weights()):
+    for seed, path in enumerate(workspace.weights()):
         torch.manual_seed(seed)
         network = build(side=side)
         optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
@@ -163,14 +163,14 @@ def make_desk(root: Path, module: str, side: int = SIDE) -> Desk:
             nn.functional.cross_entropy(network(inputs), labels).backward()
             optimiser.step()
         save_weights(network, path)
-    return desk
+    return workspace
 
 
-def job_for(desk: Desk, **changes) -> Job:
-    """What a user at this desk would ask for."""
+def job_for(workspace: Workspace, **changes) -> Job:
+    """What a user at this workspace would ask for."""
     given = {
-        "network": (f"{desk.module}:build",),
-        "weights": tuple(desk.weights()),
+        "network": (f"{workspace.module}:build",),
+        "weights": tuple(workspace.weights()),
         "train": "train",
         "val": "val",
         "batch_size": 7,
@@ -186,10 +186,10 @@ def to_evaluate(test: str, *ood: str, **more) -> EvaluateOptions:
     return EvaluateOptions(posterior=Path("posterior"), test=test, ood=ood, **more)
 
 
-def fit_at(desk: Desk, folder: Path) -> PosteriorFolder:
+def fit_at(workspace: Workspace, folder: Path) -> PosteriorFolder:
     """A posterior, made and opened where the user sits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
-        run_fit(job_for(desk), folder)
+        patch.chdir(workspace.root)
+        patch.syspath_prepend(str(workspace.root))
+        run_fit(job_for(workspace), folder)
         return open_posterior(folder, trust=True)

@@ -69,7 +69,7 @@ def draw(kind: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FittedFolder:
     """A folder with networks, data and a posterior."""
 
     name: str
@@ -97,8 +97,8 @@ class Kind:
         assert outcome.exit_code == 0, (outcome.output, outcome.exception)
 
 
-def make_kind(name: str, root: Path) -> Kind:
-    """Train two networks and write the data; `Kind.fit` is for the folder as current one."""
+def make_folder(name: str, root: Path) -> FittedFolder:
+    """Train two networks and write the data; `FittedFolder.fit` is for the folder as current one."""
     torch.set_default_dtype(torch.float32)
     (root / f"kind_{name}.py").write_text(f"from torch import nn\n\n\ndef build():\n    return {MODULES[name]}\n")
     for seed, (split, count) in enumerate(COUNTS.items()):
@@ -116,4 +116,4 @@ def make_kind(name: str, root: Path) -> Kind:
             LOSSES[name](network(x), y).backward()
             optimiser.step()
         save_file(network.state_dict(), root / f"{seed}.safetensors")
-    return Kind(name, root)
+    return FittedFolder(name, root)

@@ -17,7 +17,7 @@ from molaplace.cli.explorer import ExploreOptions
 from molaplace.cli.explorer.subject import open_subject
 from molaplace.cli.folder import open_posterior
 from molaplace.errors import OptionError
-from tests.app.kinds import LOCATION, OPTIONS, SCALE, run
+from tests.cli.fitted_folders import LOCATION, OPTIONS, SCALE, run
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")

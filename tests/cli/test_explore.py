@@ -34,8 +34,8 @@ from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, job_for, with_job
 from tests.pages import Page
+from tests.workspace import CLASSES, job_for, with_job
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'molaplace[explore]' to test the explorer.")
 from molaplace.cli.explorer.page import METHODS, Explorer, controls
@@ -43,7 +43,7 @@ from molaplace.cli.explorer.page import METHODS, Explorer, controls
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 
 def noise(shape, seed=0):
@@ -183,26 +183,26 @@ def changed(folder, to, *, trust=True, **changes):
     return ExploreOptions(posterior=with_job(to, to_toml(document)), trust=trust)
 
 
-def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, desk):
+def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, workspace):
     steps = []
     subject = open_subject(ExploreOptions(posterior=fitted.folder, trust=True), lambda doing, done: steps.append(done))
     assert steps == sorted(steps)
     assert (subject.classes, subject.sight.shape, subject.reference.count) == (CLASSES, (3, 6, 6), 18)
-    pixels, _ = desk.pixels("val")
-    inputs, _ = desk.inputs("val")
+    pixels, _ = workspace.pixels("val")
+    inputs, _ = workspace.inputs("val")
     own = [image for name, image in subject.examples if name == "from val"]
     assert len(own) == EXAMPLES
     assert {image.tobytes() for image in own} <= {to_image(one).tobytes() for one in pixels}
     answer = Explorer(subject).answer(to_image(pixels[3]), {})
-    assert_close(answer["methods"][2][2], mola.load(fitted.folder, desk.networks())(inputs[3:4]).max())
+    assert_close(answer["methods"][2][2], mola.load(fitted.folder, workspace.networks())(inputs[3:4]).max())
 
 
-def test_what_is_missing_is_noted(fitted, desk, tmp_path):
+def test_what_is_missing_is_noted(fitted, workspace, tmp_path):
     moved = open_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
     assert moved.reference.count == 18
     assert "gone/away" in moved.notes[0]
     assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
-    run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "plain")
+    run_fit(job_for(workspace, val=None, rule="evidence"), tmp_path / "plain")
     plain = open_subject(ExploreOptions(posterior=tmp_path / "plain", trust=True))
     assert plain.reference is None
     assert "without validation data" in plain.notes[0]
@@ -253,8 +253,8 @@ def serving(folder, root):
 
 
 @pytest.fixture(scope="module")
-def address(fitted, desk):
-    with serving(fitted.folder, desk.root) as found:
+def address(fitted, workspace):
+    with serving(fitted.folder, workspace.root) as found:
         yield found
 
 

@@ -49,7 +49,7 @@ def last_token(hidden, batch):
 
 
 @dataclass(frozen=True)
-class Kind:
+class FittedFolder:
     """A network of transformers: how it is built, its head's name, and its features by transformers' own means."""
 
     network: str
@@ -71,11 +71,11 @@ class Kind:
 
 
 KINDS = {
-    "bert": Kind(
+    "bert": FittedFolder(
         "BertForSequenceClassification", "BertConfig", SMALL | WORDS, "classifier",
         lambda network, batch: network.bert(**batch).pooler_output,
     ),
-    "gpt2": Kind(
+    "gpt2": FittedFolder(
         "GPT2ForSequenceClassification",
         "GPT2Config",
         SPECIAL | {"vocab_size": VOCABULARY, "n_positions": 32, "pad_token_id": PAD, "num_labels": CLASSES}
@@ -83,7 +83,7 @@ KINDS = {
         "score",
         lambda network, batch: last_token(network.transformer(**batch).last_hidden_state, batch),
     ),
-    "vit": Kind(
+    "vit": FittedFolder(
         "ViTForImageClassification", "ViTConfig", SMALL | {"image_size": 16, "patch_size": 8}, "classifier",
         lambda network, batch: network.vit(**batch).last_hidden_state[:, 0],
         images=True,

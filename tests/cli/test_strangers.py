@@ -19,31 +19,31 @@ from molaplace.cli.networks import build_networks
 from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder, import_function
 from molaplace.saving.weights import load_weights
-from tests.own_work import job_for, make_desk, with_job
+from tests.workspace import job_for, make_workspace, with_job
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     """A posterior with its weights, as somebody would offer it for download."""
-    desk = make_desk(tmp_path_factory.mktemp("desk"), "own_networks_of_a_stranger")
+    workspace = make_workspace(tmp_path_factory.mktemp("workspace"), "own_networks_of_a_stranger")
     folder = tmp_path_factory.mktemp("fitted") / "posterior"
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
-        run_fit(job_for(desk), folder, bundle=True)
-    return desk, folder
+        patch.chdir(workspace.root)
+        patch.syspath_prepend(str(workspace.root))
+        run_fit(job_for(workspace), folder, bundle=True)
+    return workspace, folder
 
 
 @pytest.fixture
 def download(bundle, tmp_path, monkeypatch):
     """The user's current folder with a download in it: a posterior that names a module, which writes a witness when it is imported."""
-    desk, folder = bundle
+    workspace, folder = bundle
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     class Download:
         witness = tmp_path / "ran"
-        honest = desk.root / f"{desk.module}.py"
+        honest = workspace.root / f"{workspace.module}.py"
 
         def __init__(self):
             source = f"open({str(self.witness)!r}, 'w').close()\n{self.honest.read_text()}"
@@ -56,7 +56,7 @@ def download(bundle, tmp_path, monkeypatch):
             """A posterior's folder that names a network and, if given, a function for the validation data."""
             path = Path("dl/posterior")
             shutil.copytree(folder, path)
-            text = (path / "job.toml").read_text().replace(f'"{desk.module}:build"', json.dumps(network))
+            text = (path / "job.toml").read_text().replace(f'"{workspace.module}:build"', json.dumps(network))
             if val is not None:
                 text = re.sub(r'\nval = ".*"', f"\nval = {json.dumps(val)}", text, count=1)
             return with_job(path, text)

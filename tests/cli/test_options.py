@@ -16,8 +16,8 @@ from molaplace.cli import COMMANDS, app
 from molaplace.cli.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
 from molaplace.cli.options import as_document, label, read_toml, to_toml
 from molaplace.errors import OptionError
-from tests.app.kinds import run
-from tests.own_work import CLASSES, job_for
+from tests.cli.fitted_folders import run
+from tests.workspace import CLASSES, job_for
 
 
 @pytest.mark.parametrize("command", ["fit", "predict", "evaluate"])
@@ -64,19 +64,21 @@ def test_toml_is_read_back_to_the_same_values():
     assert tomllib.loads(to_toml(document)) == document
 
 
-@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize("price", [0.02, "loss", None])
-def test_a_job_comes_back_from_its_file(desk, price):
+def test_a_job_comes_back_from_its_file(workspace, price):
     statistics = {"mean": (0.5, 0.4, 0.3), "std": (1.0, 2.0, 3.0), "resize": (6, 6)}
-    job = job_for(desk, **statistics, classes=CLASSES, threshold=0.8, price=price, distances=False, seed=3, trust=True)
-    folder = desk.root / "kept"
+    job = job_for(
+        workspace, **statistics, classes=CLASSES, threshold=0.8, price=price, distances=False, seed=3, trust=True
+    )
+    folder = workspace.root / "kept"
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(to_toml(as_document(job, "fit", folder)))
     document = read_toml(folder / "job.toml")
     again = job_of(document, folder / "job.toml")
     assert document["options"]["weights"][0] == "../weights/0.safetensors"
     assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
-    assert Path(again.train).resolve() == (desk.root / "train").resolve()
+    assert Path(again.train).resolve() == (workspace.root / "train").resolve()
     places = {name: getattr(job, name) for name in ("weights", "train", "val")}
     assert replace(again, **places) == replace(job, trust=False), "consent is never kept, and an import path is no file"
 

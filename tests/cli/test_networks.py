@@ -22,12 +22,12 @@ from molaplace.errors import HeadError, MissingExtraError, OptionError, StorageE
 from molaplace.perceptrons import mlp
 from molaplace.saving.weights import save_weights
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, build, job_for
+from tests.workspace import CLASSES, build, job_for
 
-pytestmark = pytest.mark.usefixtures("_at_the_desk")
+pytestmark = pytest.mark.usefixtures("_in_workspace")
 
 
-def test_networks_by_name_and_by_import(desk, tmp_path):
+def test_networks_by_name_and_by_import(workspace, tmp_path):
     perceptron = mlp(64, (256, 256), 7, bias=False).eval()
     save_weights(perceptron, tmp_path / "mlp.safetensors")
     torch.save(
@@ -41,7 +41,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         assert_close(network(inputs), perceptron(inputs))
         assert not network.training
     assert built.hints.mode == "L"
-    mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
+    mixed = build_networks([f"{workspace.module}:wide", f"{workspace.module}:build"], [])
     assert [network[1].out_features for network in mixed.networks] == [20, 12], "as the functions make them"
 
 
@@ -61,10 +61,10 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         (["train"], [], r"train contains no config\.json"),
     ],
 )
-def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
-    files = [desk.weights()[int(one)] if one.isdigit() else one for one in weights]
+def test_networks_that_cannot_be_built_say_why(workspace, names, weights, words):
+    files = [workspace.weights()[int(one)] if one.isdigit() else one for one in weights]
     with pytest.raises(OptionError, match=words):
-        build_networks([name.format(m=desk.module) for name in names], files)
+        build_networks([name.format(m=workspace.module) for name in names], files)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it deprecates
@@ -86,25 +86,25 @@ def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(
             mola.fit(networks, [(torch.zeros(4, 3, dtype=torch.float32), torch.tensor([0, 1, 0, 1]))], progress=False)
 
 
-def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
+def test_a_pickle_that_is_not_weights_is_named_and_not_run(workspace, tmp_path):
     class Trap:
         def __reduce__(self):
             return (pytest.fail, ("the pickle was run",))
 
     torch.save({"state_dict": Trap()}, tmp_path / "trap.pt")
     with pytest.raises(StorageError, match="run code"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "trap.pt")])
+        build_networks([f"{workspace.module}:build"], [str(tmp_path / "trap.pt")])
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     with pytest.raises(StorageError, match=r"tensor\.pt contains a Tensor"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
+        build_networks([f"{workspace.module}:build"], [str(tmp_path / "tensor.pt")])
     (tmp_path / "text.pt").write_text("not weights at all")
     with pytest.raises(StorageError, match=r"text\.pt is .*not a file of weights"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
+        build_networks([f"{workspace.module}:build"], [str(tmp_path / "text.pt")])
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"weight": [1.0]}))
     with pytest.raises(StorageError, match=r"plain\.pkl is .*not a file of weights"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "plain.pkl")])
+        build_networks([f"{workspace.module}:build"], [str(tmp_path / "plain.pkl")])
     with pytest.raises(StorageError, match="do not match this network"):
-        build_networks([f"{desk.module}:wide"], [desk.weights()[0]])
+        build_networks([f"{workspace.module}:wide"], [workspace.weights()[0]])
 
 
 def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
@@ -173,7 +173,7 @@ def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expect
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
+def test_a_hub_folder_from_transformers_itself(workspace, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.set_default_dtype(torch.float32)
     names = dict(enumerate(CLASSES))
@@ -191,12 +191,12 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     network = transformers.ViTForImageClassification(config).eval()
     network.save_pretrained(tmp_path / "vit")
     built = build_networks([str(tmp_path / "vit")])
-    inputs = desk.inputs("test")[0]
+    inputs = workspace.inputs("test")[0]
     assert_close(built.networks[0](inputs).logits, network(inputs).logits)
     assert built.classes == CLASSES
-    job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
+    job = job_for(workspace, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
     run_fit(job, tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior", trust=True)
-    expected = mola.fit(network, [desk.inputs("train")], progress=False)
+    expected = mola.fit(network, [workspace.inputs("train")], progress=False)
     assert_close(opened.posterior(inputs), expected(inputs))
     assert opened.classes == CLASSES

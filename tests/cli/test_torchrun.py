@@ -16,7 +16,7 @@ from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from tests.closeness import assert_close
 from tests.forked_python import run_team
-from tests.own_work import make_desk, to_evaluate
+from tests.workspace import make_workspace, to_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300
@@ -30,9 +30,9 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
 
     The commands after it are given to processes that have met once: to start each with torchrun takes five times as long.
     """
-    desk = make_desk(tmp_path, "own_networks_for_teams")
+    workspace = make_workspace(tmp_path, "own_networks_for_teams")
     (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
-    options = ["fit", "--network", f"{desk.module}:build", *desk.weights(2), "--train", "train"]
+    options = ["fit", "--network", f"{workspace.module}:build", *workspace.weights(2), "--train", "train"]
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--json"]
     options += ["--checkpoint", "kept", "--output"]
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -55,8 +55,8 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
         assert_close(two["result"]["validation"][who], one["result"]["validation"][who], "difference")
     scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
     assert_close(scores[1], scores[0], "difference")
-    inputs, _ = desk.inputs("test")
-    posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
+    inputs, _ = workspace.inputs("test")
+    posteriors = [mola.load(tmp_path / name, workspace.networks(2)) for name in ("one", "two")]
     assert_close(posteriors[1](inputs), posteriors[0](inputs))
     evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json", "--trust"]
     pictures, arrays = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.app.kinds import run
+from tests.cli.fitted_folders import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 

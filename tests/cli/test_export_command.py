@@ -14,23 +14,23 @@ from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.errors import OptionError, StorageError
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, make_desk
+from tests.workspace import CLASSES, make_workspace
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_export")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("workspace"), "own_networks_for_export")
 
 
 @pytest.fixture
-def folder(desk, monkeypatch):
+def folder(workspace, monkeypatch):
     """The same for all tests."""
-    monkeypatch.chdir(desk.root)
-    monkeypatch.syspath_prepend(str(desk.root))
-    given = {"network": (f"{desk.module}:build",), "weights": tuple(desk.weights(2)), "train": "train"}
-    if not (desk.root / "posterior").exists():
-        run_fit(Job(**given, rule="none"), desk.root / "posterior")
-    return desk.root / "posterior"
+    monkeypatch.chdir(workspace.root)
+    monkeypatch.syspath_prepend(str(workspace.root))
+    given = {"network": (f"{workspace.module}:build",), "weights": tuple(workspace.weights(2)), "train": "train"}
+    if not (workspace.root / "posterior").exists():
+        run_fit(Job(**given, rule="none"), workspace.root / "posterior")
+    return workspace.root / "posterior"
 
 
 def run(*arguments, code: int = 0):
@@ -39,13 +39,13 @@ def run(*arguments, code: int = 0):
     return result
 
 
-def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_path):
+def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, workspace, tmp_path):
     files = tmp_path / "model.onnx", tmp_path / "model.pt2"
     told = ("--onnx", files[0], "--torch", files[1], "--pixels", "--outputs", "probs, ood_score")
     summary = json.loads(run(folder, *told, "--json").stdout)
     assert [one["path"] for one in summary] == [str(path) for path in files]
     assert all(max(one["differences"].values()) < 1e-4 for one in summary)
-    pixels, _ = desk.pixels("test")
+    pixels, _ = workspace.pixels("test")
     posterior = open_posterior(folder, trust=True).posterior
     for path in files:
         loaded = mola.export.load(path, trust=True)

@@ -21,10 +21,10 @@ from molaplace.cli.folder import open_posterior
 from molaplace.cli.regression import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
 from molaplace.report.words import evaluation_findings
-from tests.app.kinds import LOCATION, NAMES, SCALE, run
+from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
-from tests.own_work import job_for, to_evaluate
 from tests.pages import Page
+from tests.workspace import job_for, to_evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
@@ -123,15 +123,17 @@ def test_standard_errors_of_dense_outputs_count_inputs(kind):
         assert mine["classes"][name]["iou"] == pytest.approx(expected)
 
 
-@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize(("count", "mixing"), [(1, "uniform"), (3, "uniform"), (3, "stacking")])
-def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count, mixing):
-    run_fit(job_for(desk, weights=tuple(desk.weights(count)), rule="nll", mixing=mixing), tmp_path / "posterior")
+def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, count, mixing):
+    run_fit(
+        job_for(workspace, weights=tuple(workspace.weights(count)), rule="nll", mixing=mixing), tmp_path / "posterior"
+    )
     opened = open_posterior(tmp_path / "posterior", trust=True)
     result, weights = run_evaluate(opened, to_evaluate("test.csv", "strange")), opened.posterior.weights.tolist()
     assert any("weights" in note for note in result.notes) == (mixing == "stacking") == (max(weights) > min(weights))
-    train, val = ([desk.inputs(split)] for split in ("train", "val"))
-    networks, quiet = desk.networks(count), {"progress": False}
+    train, val = ([workspace.inputs(split)] for split in ("train", "val"))
+    networks, quiet = workspace.networks(count), {"progress": False}
     scaled = mola.calibration.temperature_scaled
     methods = {
         "MAP": mola.ensemble(networks[0]),
@@ -146,7 +148,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
     assert list(result.methods) == expected
     assert ("The log loss of LLLA" in evaluation_findings(result)[0].text) == (count == 1)
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
-    test, labels = desk.inputs("test")
+    test, labels = workspace.inputs("test")
     for name in expected:
         inside, outside = methods[name].predict(test), methods[name].predict(strange)
         found, out = result.methods[name].labelled["test.csv"], result.methods[name].outliers["strange"]
@@ -179,9 +181,9 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
 
 
-@pytest.mark.usefixtures("_at_the_desk")
-def test_data_that_were_seen_before_are_named(desk, fitted):
-    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
+@pytest.mark.usefixtures("_in_workspace")
+def test_data_that_were_seen_before_are_named(workspace, fitted):
+    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{workspace.root.name}/val"):
         with pytest.warns(MolaWarning, match="also the validation data"):
             found = run_evaluate(fitted, to_evaluate(name))
         assert any("the validation data" in note for note in found.notes)
@@ -189,11 +191,11 @@ def test_data_that_were_seen_before_are_named(desk, fitted):
         run_evaluate(fitted, to_evaluate(fitted.job.train))
 
 
-@pytest.mark.usefixtures("_at_the_desk")
-def test_the_report_shows_guarantees_beside_the_test_data(desk, fitted, monkeypatch):
+@pytest.mark.usefixtures("_in_workspace")
+def test_the_report_shows_guarantees_beside_the_test_data(workspace, fitted, monkeypatch):
     monkeypatch.setattr("molaplace.cli.evaluate.ERROR_RATES", (0.01, 0.4))
     found = run_evaluate(fitted, to_evaluate("test.npz")).decisions
-    inputs, labels = desk.inputs("test")
+    inputs, labels = workspace.inputs("test")
     prediction = fitted.posterior.predict(inputs)
     right, outlying = prediction.label == labels, prediction.ood_score > alarm(fitted, None)
     impossible, possible = found.answers
