@@ -114,7 +114,7 @@ WRONG_USE = {
     "noise of classes": ("classes", ["--noise", "1"], "gaussian"),
     "some positions": ("maps", ["--positions", "some"], "positions must be"),
     "no position": ("maps", ["--positions", "0"], "at least 1"),
-    "labels outside": ("maps", ["--ignore-index", "7"], "--ignore-index 255"),
+    "labels outside": ("maps", ["--ignore-index", "7"], "ignore_index=255"),
 }
 
 
