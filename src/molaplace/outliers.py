@@ -10,10 +10,14 @@ from torch import Tensor
 from molaplace.errors import OptionError
 from molaplace.likelihoods.base import ClassificationLikelihood
 
-COMBINED, FAR_FIELD, MAX_PROBABILITY = "far-field + energy + distance", "far-field", "max-probability"
+COMBINED = "far-field + energy + distance"
+FAR_FIELD = "far-field"
+MAX_PROBABILITY = "max-probability"
 """Names of the outlier scores for classification, starting with the score that uses the most information."""
 
-DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
+DISTANCE = "distance"
+NORM = "norm"
+VARIANCE = "variance"
 """Names of the outlier scores for regression."""
 
 

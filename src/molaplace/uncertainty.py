@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two and at
-least 8, because each quarter of the draws is averaged separately."""
+MOST_DRAWS = 64
+"""Largest number of draws used to estimate the epistemic share, a power of two."""
+
+FEWEST_DRAWS = 8
+"""Smallest number of draws, a power of two and at least 8, because each quarter of the draws is averaged separately."""
 
 DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
@@ -31,8 +33,11 @@ NODES = 96
 """Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from
 the real line."""
 
-WIDE, FLAT = 9.0, 33.0
-"""In float64, the integrands vanish at logits more than WIDE standard deviations from the mean or above FLAT in absolute value."""
+WIDE = 9.0
+"""Distance from the mean, in standard deviations, beyond which the integrands vanish in float64."""
+
+FLAT = 33.0
+"""Absolute value of a logit beyond which the integrands vanish in float64."""
 
 
 def entropy(probs: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from tests.closeness import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # untrained networks
 
-FEATURES, CLASSES = 4, 3
+FEATURES = 4
+CLASSES = 3
 KINDS = ("image", "signal", "volume", "sequence", "grid")
 FIELDS = ("entropy", "mutual_information", "ood_score", "distance", "far_field", "confidence", "aleatoric")
 
@@ -83,16 +84,17 @@ def test_positions_are_rows_of_the_flattened_network(kind, structure):
     plain = fit(flat, [(rows, y.flatten())], structure=structure)
     close(dense.log_evidence(), plain.log_evidence())
     assert count(dense) == y.numel()
-    found, expected = dense.predict(x), plain.predict(rows)
-    assert found.probs.shape == network(x).shape
-    close(rows_of(found.probs, axis), expected.probs)
-    assert torch.equal(found.label.flatten(), expected.label)
+    actual = dense.predict(x)
+    expected = plain.predict(rows)
+    assert actual.probs.shape == network(x).shape
+    close(rows_of(actual.probs, axis), expected.probs)
+    assert torch.equal(actual.label.flatten(), expected.label)
     for name in FIELDS:
-        assert getattr(found, name).shape == y.shape, name
-        close(getattr(found, name).flatten(), getattr(expected, name), 1e-8)
-    close(rows_of(found.logit_mean[0], axis), expected.logit_mean[0])
-    close(rows_of(found.logit_variance[0], axis), expected.logit_variance[0])
-    close(dense(x), found.probs, 1e-14)
+        assert getattr(actual, name).shape == y.shape, name
+        close(getattr(actual, name).flatten(), getattr(expected, name), 1e-8)
+    close(rows_of(actual.logit_mean[0], axis), expected.logit_mean[0])
+    close(rows_of(actual.logit_variance[0], axis), expected.logit_variance[0])
+    close(dense(x), actual.probs, 1e-14)
     close(dense.confidence_bound(x).flatten(), plain.confidence_bound(rows))
     close(dense.confidence_bound(x, lemma=True).flatten(1), plain.confidence_bound(rows, lemma=True))
 
@@ -101,7 +103,8 @@ def test_positions_are_rows_of_the_flattened_network(kind, structure):
 def test_every_link_keeps_the_layout(link):
     network, x, y, axis = made("image", bias=False)
     flat, rows = flattened(network, x, axis)
-    dense, plain = fit(network, [(x, y)], link=link), fit(flat, [(rows, y.flatten())], link=link)
+    dense = fit(network, [(x, y)], link=link)
+    plain = fit(flat, [(rows, y.flatten())], link=link)
     close(rows_of(dense(x), axis), plain(rows))
 
 
@@ -111,7 +114,8 @@ def test_tuning_sees_the_same_rows(rule):
     flat, rows = flattened(network, x, axis)
     own = theirs = None
     if rule != "evidence":
-        own, theirs = [(x[3:], y[3:])], [(flattened(network, x[3:], axis)[1], y[3:].flatten())]
+        own = [(x[3:], y[3:])]
+        theirs = [(flattened(network, x[3:], axis)[1], y[3:].flatten())]
     dense = fit(network, [(x[:3], y[:3])], own, rule=rule)
     plain = fit(flat, [(rows[: y[:3].numel()], y[:3].flatten())], theirs, rule=rule)
     assert math.isclose(dense.prior_precision[0], plain.prior_precision[0], rel_tol=1e-6)
@@ -135,10 +139,8 @@ def test_ignored_positions_change_nothing(kind, ignore_index):
     close(dense.log_evidence(), plain.log_evidence())
     assert count(dense) == int(used.sum())
     close(rows_of(dense(x), axis), plain(rows))
-    tuned, expected = (
-        dense.tune([(x, y)], rule="nll", progress=False),
-        plain.tune([(rows[used], y.flatten()[used])], rule="nll"),
-    )
+    tuned = dense.tune([(x, y)], rule="nll", progress=False)
+    expected = plain.tune([(rows[used], y.flatten()[used])], rule="nll")
     assert math.isclose(tuned.prior_precision[0], expected.prior_precision[0], rel_tol=1e-6)
     with pytest.raises(DataError, match="no row of the training loader has a known label"):
         fit(network, [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
@@ -151,10 +153,12 @@ def test_average_does_not_depend_on_the_resolution():
     finer = x.repeat_interleave(2, 3).repeat_interleave(2, 4)
     labels = y.repeat_interleave(2, 2).repeat_interleave(2, 3)
     for positions, same in (("average", True), ("all", False)):
-        coarse, fine = fit(network, [(x, y)], positions=positions), fit(network, [(finer, labels)], positions=positions)
+        coarse = fit(network, [(x, y)], positions=positions)
+        fine = fit(network, [(finer, labels)], positions=positions)
         assert torch.allclose(coarse.log_evidence(), fine.log_evidence(), rtol=1e-10) is same
         assert torch.allclose(coarse(x), fine(x), rtol=1e-10) is same
-    averaged, every = fit(network, [(x, y)], positions="average"), fit(network, [(x, y)])
+    averaged = fit(network, [(x, y)], positions="average")
+    every = fit(network, [(x, y)])
     assert (count(averaged), count(every)) == (6, 6 * 24)
     close(averaged.predict(x).distance, every.predict(x).distance)  # the classes are where they were
 
@@ -183,9 +187,9 @@ def test_predictions_join_slice_travel_and_refuse_other_sizes():
     network, x, y, _ = made("image")
     posterior = fit(network, [(x, y)])
     whole = posterior.predict(x)
-    for found in (posterior.predict([x[:4], x[4:]]), pickle.loads(pickle.dumps(whole))):
+    for actual in (posterior.predict([x[:4], x[4:]]), pickle.loads(pickle.dumps(whole))):
         for name in ("probs", "logit_mean", "logit_variance", *FIELDS):
-            close(getattr(found, name), getattr(whole, name))
+            close(getattr(actual, name), getattr(whole, name))
     close(whole[2:5].probs, posterior(x[2:5]))
     assert posterior.predict(x[:0]).mutual_information.shape == (0, 5, 7)
     other = torch.randn(2, 2, 4, 4)
@@ -197,10 +201,10 @@ def test_predictions_join_slice_travel_and_refuse_other_sizes():
 @pytest.mark.parametrize("kind", ["image", "grid"])
 def test_ensemble_finds_the_axis_of_the_classes(kind):
     networks, (_, x, _, axis) = [made(kind, seed)[0] for seed in range(2)], made(kind)
-    found = mola.ensemble(networks).predict(x)
+    actual = mola.ensemble(networks).predict(x)
     expected = (networks[0](x).softmax(axis) + networks[1](x).softmax(axis)) / 2
-    close(found.probs, expected.detach())
-    assert found.label.shape == found.mutual_information.shape == expected.select(axis, 0).shape
+    close(actual.probs, expected.detach())
+    assert actual.label.shape == actual.mutual_information.shape == expected.select(axis, 0).shape
 
 
 # --- networks and likelihoods -----------------------------------------------------------------------------------------
@@ -215,16 +219,18 @@ def test_multi_label_at_every_position(kind):
     dense = fit(network, [(x, y)], likelihood="bernoulli")
     plain = fit(flat, [(rows, rows_of(y, axis))], likelihood="bernoulli")
     close(dense.log_evidence(), plain.log_evidence())
-    found, expected = dense.predict(x), plain.predict(rows)
+    actual = dense.predict(x)
+    expected = plain.predict(rows)
     for name in ("probs", "label", "confidence", "entropy", "mutual_information"):
-        assert getattr(found, name).shape == y.shape
-        close(rows_of(getattr(found, name), axis), getattr(expected, name))
+        assert getattr(actual, name).shape == y.shape
+        close(rows_of(getattr(actual, name), axis), getattr(expected, name))
 
 
 @pytest.mark.parametrize("heteroscedastic", [False, True])
 @pytest.mark.parametrize("kind", ["image", "sequence"])
 def test_regression_at_every_position(kind, heteroscedastic):
-    likelihood, targets = Gaussian(heteroscedastic=heteroscedastic), 2
+    likelihood = Gaussian(heteroscedastic=heteroscedastic)
+    targets = 2
     network, x, _, axis = made(kind, outputs=2 * targets if heteroscedastic else targets)
     y = (network(x).detach().narrow(axis, 0, targets)).clone()
     y += 0.3 * torch.randn(y.shape)
@@ -233,12 +239,13 @@ def test_regression_at_every_position(kind, heteroscedastic):
     plain = fit(flat, [(rows, rows_of(y, axis))], likelihood=likelihood)
     close(dense.log_evidence(), plain.log_evidence())
     close(dense.noise, plain.noise)
-    found, expected = dense.predict([x[:4], x[4:]]), plain.predict(rows)
+    actual = dense.predict([x[:4], x[4:]])
+    expected = plain.predict(rows)
     assert dense(x).shape == y.shape
     for name in ("mean", "variance", "aleatoric", "epistemic", "std"):
-        assert getattr(found, name).shape == y.shape
-        close(rows_of(getattr(found, name), axis), getattr(expected, name))
-    close(found.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
+        assert getattr(actual, name).shape == y.shape
+        close(rows_of(getattr(actual, name), axis), getattr(expected, name))
+    close(actual.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
 
 
 # --- logits that are resized after the head ----------------------------------------------------------------------------
@@ -264,8 +271,10 @@ class Segmenter(nn.Module):
 
 def test_resized_logits_are_those_of_resized_features(tmp_path):
     torch.manual_seed(0)
-    images, labels = torch.randn(6, 3, 9, 8), torch.randint(5, (6, 9, 8))
-    resized, plain = Segmenter(head_first=True), Segmenter(head_first=False)
+    images = torch.randn(6, 3, 9, 8)
+    labels = torch.randint(5, (6, 9, 8))
+    resized = Segmenter(head_first=True)
+    plain = Segmenter(head_first=False)
     plain.load_state_dict(resized.state_dict())
 
     def out(output):
@@ -273,14 +282,14 @@ def test_resized_logits_are_those_of_resized_features(tmp_path):
 
     with pytest.raises(HeadError, match="logits=lambda"):
         fit(resized, [(images, labels)])
-    found, expected = (
+    actual, expected = (
         fit(one, [(images, labels)], [(images, labels)], rule="nll", logits=out) for one in (resized, plain)
     )
-    assert_close(found.prior_precision, expected.prior_precision, "search")
+    assert_close(actual.prior_precision, expected.prior_precision, "search")
     for name in ("probs", "logit_variance", "distance"):
-        assert_close(getattr(found.predict(images), name), getattr(expected.predict(images), name), name=name)
-    found.save(tmp_path)
-    assert_close(mola.load(tmp_path, resized, logits=out)(images), found(images))
+        assert_close(getattr(actual.predict(images), name), getattr(expected.predict(images), name), name=name)
+    actual.save(tmp_path)
+    assert_close(mola.load(tmp_path, resized, logits=out)(images), actual(images))
     assert mola.ensemble(resized, logits=out)(images).shape == (6, 5, 9, 8)
 
 
@@ -306,13 +315,16 @@ def test_wrong_use_is_named():
 
 
 def test_missing_targets_and_labels():
-    network, x, targets = nn.Sequential(nn.Conv2d(3, 2, 1)), torch.randn(2, 3, 4, 5), torch.randn(2, 2, 4, 5)
+    network = nn.Sequential(nn.Conv2d(3, 2, 1))
+    x = torch.randn(2, 3, 4, 5)
+    targets = torch.randn(2, 2, 4, 5)
     targets[1, 0, 2, 2] = -100
     with pytest.raises(DataError, match=r"batch 0 .*targets must be finite"):
         fit(network, [(x, targets)], likelihood="gaussian")
     targets[1, :, 2, 2] = -100
     assert count(fit(network, [(x, targets)], likelihood="gaussian")) == 39
-    labels, missing = torch.randint(2, targets.shape), torch.rand(targets.shape) < 0.3
+    labels = torch.randint(2, targets.shape)
+    missing = torch.rand(targets.shape) < 0.3
 
     def fitted(value, dtype, **options):
         marked = torch.where(missing, value, labels).to(dtype)

@@ -19,7 +19,9 @@ from tests.conftest import STRUCTURES
 from tests.library.problems import relative
 from tests.reference import dense
 
-FEATURES, OUTPUTS, PRIOR = 3, 3, 0.7
+FEATURES = 3
+OUTPUTS = 3
+PRIOR = 0.7
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "heteroscedastic")
 LAYOUTS = ("rows", "sequence", "image")
 NOISE = torch.tensor([0.4, 0.7, 1.1], dtype=torch.float64)
@@ -138,8 +140,8 @@ class Case:
         flat = self.mean.flatten().clone()
         identity = torch.eye(len(flat))
         if structure in ("full", "diag"):
-            found = hessian(self.loss_of, flat)
-            return (torch.diag(found.diagonal()) if structure == "diag" else found) + PRIOR * identity
+            actual = hessian(self.loss_of, flat)
+            return (torch.diag(actual.diagonal()) if structure == "diag" else actual) + PRIOR * identity
         a, b = self.factors()
         count = len(self.rows)
         if structure == "kron-exact":
@@ -171,7 +173,8 @@ class Case:
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(structure, likelihood, layout):
     case = Case(likelihood, layout)
-    posterior, precision = case.fit(structure), case.precision(structure)
+    posterior = case.fit(structure)
+    precision = case.precision(structure)
     covariance = torch.linalg.inv(precision)
     (component,) = posterior.components
     curvature = component.layer.curvature

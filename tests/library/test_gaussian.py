@@ -46,21 +46,26 @@ def fitted(outputs=1, members=1, structure="kron-exact", **options):
 
 def test_order_and_form_of_the_variance():
     stacked = torch.tensor([[1.0, 2.0, 0.5, -0.3]])
-    plain, woven = Gaussian(heteroscedastic=True), Gaussian(heteroscedastic=True, order="interleaved")
+    plain = Gaussian(heteroscedastic=True)
+    woven = Gaussian(heteroscedastic=True, order="interleaved")
     assert torch.equal(plain.means(stacked), woven.means(stacked[:, [0, 2, 1, 3]]))
     assert torch.equal(plain.noise_variance(stacked), woven.noise_variance(stacked[:, [0, 2, 1, 3]]))
     deviation = Gaussian(heteroscedastic=True, variance="log-deviation")
     assert torch.allclose(deviation.noise_variance(stacked), plain.noise_variance(stacked).square())
     soft = Gaussian(heteroscedastic=True, variance="softplus")
     assert torch.allclose(soft.noise_variance(stacked), nn.functional.softplus(stacked[:, 2:]))
-    target, mean, variance = torch.tensor([[0.4, 2.5]]), stacked[:, :2], stacked[:, 2:].exp()
+    target = torch.tensor([[0.4, 2.5]])
+    mean = stacked[:, :2]
+    variance = stacked[:, 2:].exp()
     loss = nn.GaussianNLLLoss(full=True, reduction="sum")(mean, target, variance)
     assert -plain.log_likelihood(stacked, target).item() == pytest.approx(loss.item())
 
 
 @pytest.mark.parametrize("structure", ["full", "kron-exact"])
 def test_evidence_at_the_most_probable_weights_is_the_density_of_all_targets(structure):
-    net, noise, prior = network(2), torch.tensor([0.4, 0.9]), 0.8
+    net = network(2)
+    noise = torch.tensor([0.4, 0.9])
+    prior = 0.8
     x, y = data(2)
     phi = lifted(net, x)
     best = dense.ridge_weights(phi, y, noise, prior)
@@ -97,11 +102,13 @@ def test_estimated_noise_is_that_of_the_residuals_however_the_data_are_batched()
 
 def test_predictions_are_in_the_units_of_the_targets():
     plain, nets, x, y = fitted(2, 2, prior_precision=0.5)
-    location, scale = torch.tensor([3.0, -40.0]), torch.tensor([10.0, 0.2])
+    location = torch.tensor([3.0, -40.0])
+    scale = torch.tensor([10.0, 0.2])
     in_units = location + scale * y
     likelihood = Gaussian(location=location.tolist(), scale=scale.tolist())
     posterior = fit(nets, [(x, in_units)], structure="kron-exact", likelihood=likelihood, prior_precision=0.5)
-    one, other = plain.predict(x), posterior.predict(x)
+    one = plain.predict(x)
+    other = posterior.predict(x)
     assert torch.allclose(other.mean, location + scale * one.mean)
     assert torch.allclose(other.epistemic, scale.square() * one.epistemic)
     assert torch.allclose(posterior.noise, scale * plain.noise)
@@ -129,50 +136,52 @@ def test_density_distribution_and_moments_are_those_of_the_mixture():
     weights, means, variances = mixture()
     reference = dense.mixture(weights, means, variances)
     fields = {"component_mean": means, "component_variance": variances, "component_noise": 0.3 * variances}
-    found = mola.RegressionPrediction(fields | {"ood_score": torch.zeros(40)}, weights=weights)
-    assert torch.allclose(found.mean, reference.mean)
-    assert torch.allclose(found.variance, reference.variance)
-    assert torch.allclose(found.std, reference.variance.sqrt())
-    assert torch.allclose(found.aleatoric + found.within + found.between, found.variance)
-    assert torch.allclose(found.within + found.between, found.epistemic)
+    actual = mola.RegressionPrediction(fields | {"ood_score": torch.zeros(40)}, weights=weights)
+    assert torch.allclose(actual.mean, reference.mean)
+    assert torch.allclose(actual.variance, reference.variance)
+    assert torch.allclose(actual.std, reference.variance.sqrt())
+    assert torch.allclose(actual.aleatoric + actual.within + actual.between, actual.variance)
+    assert torch.allclose(actual.within + actual.between, actual.epistemic)
     values = torch.linspace(-3, 3, 80).view(40, 2)
-    assert torch.allclose(found.cdf(values), reference.cdf(values))
+    assert torch.allclose(actual.cdf(values), reference.cdf(values))
     assert torch.allclose(normal_mixtures.log_density(weights, means, variances, values), reference.log_prob(values))
     pairs = zip(means, variances, strict=True)
     joint = torch.stack([torch.distributions.Normal(m, v.sqrt()).log_prob(values).sum(1) for m, v in pairs])
-    assert torch.allclose(found.log_prob(values), torch.logsumexp(joint + weights.log()[:, None], 0))
+    assert torch.allclose(actual.log_prob(values), torch.logsumexp(joint + weights.log()[:, None], 0))
 
 
 @pytest.mark.parametrize("level", [1e-9, 0.05, 0.37, 0.5, 0.9, 1 - 1e-6])
 def test_quantiles_invert_the_distribution_function(level):
     weights, means, variances = mixture(count=500, seed=3)
     means = means * torch.logspace(-2, 3, 500)[:, None]
-    found = normal_mixtures.quantile(weights, means, variances, level)
-    assert float((normal_mixtures.cdf(weights, means, variances, found) - level).abs().max()) < 1e-10
+    actual = normal_mixtures.quantile(weights, means, variances, level)
+    assert float((normal_mixtures.cdf(weights, means, variances, actual) - level).abs().max()) < 1e-10
 
 
 def test_crps_is_its_integral():
     weights, means, variances = mixture(count=5)
-    targets, grid = torch.linspace(-2, 2, 10).view(5, 2), torch.linspace(-40, 40, 200_001)
-    found = normal_mixtures.crps(weights, means, variances, targets)
+    targets = torch.linspace(-2, 2, 10).view(5, 2)
+    grid = torch.linspace(-40, 40, 200_001)
+    actual = normal_mixtures.crps(weights, means, variances, targets)
     for row in range(5):
         for output in range(2):
             below = normal_mixtures.cdf(weights, means[:, row, output, None], variances[:, row, output, None], grid)
             expected = torch.trapezoid((below - (grid >= targets[row, output]).double()).square(), grid)
-            assert float(found[row, output]) == pytest.approx(float(expected), abs=2e-4)
+            assert float(actual[row, output]) == pytest.approx(float(expected), abs=2e-4)
 
 
 def test_draws_of_weights_and_noise_have_the_moments_and_intervals():
     posterior, nets, x, _ = fitted(2, 3, structure="full", prior_precision=0.5)
-    found, generator = posterior.predict(x[:4]), torch.Generator().manual_seed(0)
+    actual = posterior.predict(x[:4])
+    generator = torch.Generator().manual_seed(0)
     draws = posterior.sample(60_000, generator=generator)
     features = torch.stack([lifted(net, x[:4]) for net in nets])[draws.component]
     outputs = torch.einsum("snp,scp->snc", features, draws.weights)
     outputs += posterior.noise[draws.component][:, None] * torch.randn(outputs.shape, generator=generator)
-    error = (found.variance / len(outputs)).sqrt()
-    assert bool(((outputs.mean(0) - found.mean).abs() < 5 * error).all())
-    assert torch.allclose(outputs.var(0), found.variance, rtol=0.04)
-    lower, upper = found.interval(0.9)
+    error = (actual.variance / len(outputs)).sqrt()
+    assert bool(((outputs.mean(0) - actual.mean).abs() < 5 * error).all())
+    assert torch.allclose(outputs.var(0), actual.variance, rtol=0.04)
+    lower, upper = actual.interval(0.9)
     inside = ((outputs >= lower) & (outputs <= upper)).double().mean(0)
     assert float((inside - 0.9).abs().max()) < 0.01  # 60,000 draws: a standard error of 0.0012
 
@@ -182,20 +191,22 @@ def test_mixture_of_posteriors_has_all_their_components():
     second = fitted(2, 1, structure="diag")[0]
     both = mola.Mixture([first, second], [0.3, 0.7]).predict(x)
     assert both.component_mean.shape[0] == 3
-    one, other = first.predict(x), second.predict(x)
+    one = first.predict(x)
+    other = second.predict(x)
     expected = torch.logaddexp(one.log_prob(y) + math.log(0.3), other.log_prob(y) + math.log(0.7))
     assert torch.allclose(both.log_prob(y), expected)
     torch.testing.assert_close(both.distance, 0.3 * one.distance + 0.7 * other.distance)
 
 
 def test_ensemble_disagrees_and_needs_a_noise():
-    nets, x = [network(2, seed) for seed in range(3)], data(2)[0]
-    found = mola.ensemble(nets, likelihood=Gaussian(noise=[0.2, 0.5])).predict(x)
+    nets = [network(2, seed) for seed in range(3)]
+    x = data(2)[0]
+    actual = mola.ensemble(nets, likelihood=Gaussian(noise=[0.2, 0.5])).predict(x)
     members = torch.stack([net(x).detach() for net in nets])
-    torch.testing.assert_close(found.mean, members.mean(0))
-    torch.testing.assert_close(found.between, members.var(0, correction=0))
-    torch.testing.assert_close(found.aleatoric, torch.tensor([0.04, 0.25]).expand(60, 2))
-    assert found.ood_score.shape == (60,)
+    torch.testing.assert_close(actual.mean, members.mean(0))
+    torch.testing.assert_close(actual.between, members.var(0, correction=0))
+    torch.testing.assert_close(actual.aleatoric, torch.tensor([0.04, 0.25]).expand(60, 2))
+    assert actual.ood_score.shape == (60,)
     plain = mola.ensemble(nets, likelihood="gaussian")
     for use in (lambda: plain.predict(x).variance, lambda: plain.noise):
         with pytest.raises(OptionError, match=r"noise is unknown.*scale_noise"):
@@ -206,16 +217,18 @@ def test_ensemble_disagrees_and_needs_a_noise():
 
 def test_variances_beyond_float32_stay_finite():
     nets, (x, y) = [nn.Sequential(nn.Linear(3, 2)).float() for _ in range(2)], data(2)
-    posterior, far = fit(nets, [(x.float(), y.float())]), 1e25 * x[:4].float()
+    posterior = fit(nets, [(x.float(), y.float())])
+    far = 1e25 * x[:4].float()
     exact = fit([copy.deepcopy(net).double() for net in nets], [(x.float().double(), y.float().double())])
-    found, expected = posterior.predict(far), exact.predict(far.double())
-    assert found.std.dtype == torch.float32
+    actual = posterior.predict(far)
+    expected = exact.predict(far.double())
+    assert actual.std.dtype == torch.float32
     for name in ("mean", "std"):
-        assert_close(getattr(found, name), getattr(expected, name))
-    for one, other in zip(found.interval(0.9), expected.interval(0.9), strict=True):
+        assert_close(getattr(actual, name), getattr(expected, name))
+    for one, other in zip(actual.interval(0.9), expected.interval(0.9), strict=True):
         assert_close(one, other)
-    assert bool(found.log_prob(y[:4]).isfinite().all())
-    assert bool(found.crps(y[:4]).isfinite().all())
+    assert bool(actual.log_prob(y[:4]).isfinite().all())
+    assert bool(actual.crps(y[:4]).isfinite().all())
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -283,15 +296,16 @@ def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared
 
 def test_distance_keeps_to_its_price_and_makes_the_gap_and_the_outside_uncertain(trained):
     nets, train, held = trained
-    plain, careful = fit(nets, train, held, rule="nll"), fit(nets, train, held, rule="distance")
+    plain = fit(nets, train, held, rule="nll")
+    careful = fit(nets, train, held, rule="distance")
     ((x, y),) = held
     cost = float((plain.predict(x).log_prob(y) - careful.predict(x).log_prob(y)).double().mean())
     assert careful.distance_exponent > 0
     assert -1e-3 < cost <= 0.01 + 1e-5
-    gap, outside, inside = (torch.tensor([[place]], dtype=torch.float32) for place in (0.0, 4.0, -1.5))
-    for place in (gap, outside):
-        assert float(careful.predict(place).std / careful.predict(inside).std) > 2
-        assert float(careful.predict(place).std) >= float(plain.predict(place).std)
+    gap, outside, inside = (torch.tensor([[position]], dtype=torch.float32) for position in (0.0, 4.0, -1.5))
+    for position in (gap, outside):
+        assert float(careful.predict(position).std / careful.predict(inside).std) > 2
+        assert float(careful.predict(position).std) >= float(plain.predict(position).std)
     assert torch.allclose(careful.predict(gap).aleatoric, plain.predict(gap).aleatoric)
     assert float(careful.predict(gap).ood_score) > float(careful.predict(inside).ood_score)
 
@@ -301,7 +315,8 @@ def test_far_away_the_standard_deviation_grows_without_bound(structure, rule):
     torch.manual_seed(0)  # ReLU: features that grow with the input
     nets = [nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 1)) for _ in range(2)]
     x = torch.randn(100, 1)
-    train, held = [(x[:60], x[:60].sin())], [(x[60:], x[60:].sin() + 0.1 * torch.randn(40, 1))]
+    train = [(x[:60], x[:60].sin())]
+    held = [(x[60:], x[60:].sin() + 0.1 * torch.randn(40, 1))]
     with warnings.catch_warnings(action="ignore", category=MolaWarning):
         posterior = fit(nets, train, held, structure=structure, rule=rule)
     for side in (-1.0, 1.0):
@@ -370,14 +385,14 @@ def test_what_does_not_apply_to_regression_is_refused():
 
 def test_wrong_questions_to_a_prediction():
     posterior, _, x, y = fitted(2)
-    found = posterior.predict(x)
+    actual = posterior.predict(x)
     for error, words, use in (
-        (OptionError, "level must lie", lambda: found.quantile(1.0)),
-        (OptionError, "level must lie", lambda: found.quantile("half")),
-        (OptionError, "probability must lie", lambda: found.interval(90)),
-        (DataError, r"shape \(60, 2\).*got shape \(60,\)", lambda: found.log_prob(y[:, 0])),
-        (DataError, "got str", lambda: found.log_prob("targets")),
-        (DataError, "real targets", lambda: found.crps(torch.zeros(60, 2, dtype=torch.complex64))),
+        (OptionError, "level must lie", lambda: actual.quantile(1.0)),
+        (OptionError, "level must lie", lambda: actual.quantile("half")),
+        (OptionError, "probability must lie", lambda: actual.interval(90)),
+        (DataError, r"shape \(60, 2\).*got shape \(60,\)", lambda: actual.log_prob(y[:, 0])),
+        (DataError, "got str", lambda: actual.log_prob("targets")),
+        (DataError, "real targets", lambda: actual.crps(torch.zeros(60, 2, dtype=torch.complex64))),
     ):
         with pytest.raises(error, match=words):
             use()

@@ -37,10 +37,10 @@ class TestGraph:
     def test_has_the_degrees_it_was_given(self, classes, sharpness):
         probs = torch.softmax(sharpness * torch.randn(50, classes), 1)
         degrees = laplacian(probs.T @ probs).diagonal()
-        found = matrix_of(degrees)
-        assert relative(found.diagonal(), degrees) < 1e-9
-        assert float(found.sum(1).abs().max()) < 1e-12 * float(degrees.max())
-        assert float(torch.linalg.eigvalsh(found)[0]) > -1e-12 * float(degrees.max())
+        actual = matrix_of(degrees)
+        assert relative(actual.diagonal(), degrees) < 1e-9
+        assert float(actual.sum(1).abs().max()) < 1e-12 * float(degrees.max())
+        assert float(torch.linalg.eigvalsh(actual)[0]) > -1e-12 * float(degrees.max())
 
     @pytest.mark.parametrize("weights", [[0.9, 0.05, 0.05], [0.6, 0.2, 0.1, 0.1], [0.5, 0.5], [1e-9, 0.3, 0.7]])
     def test_is_exact_for_one_softmax_however_dominant_a_class(self, weights):
@@ -72,7 +72,8 @@ class TestAgainstKron:
         a, _ = dense.kron_factors(problem.weights, problem.features())
         spectrum = torch.linalg.eigvalsh(a / (a.diagonal().sqrt()[:, None] * a.diagonal().sqrt()))
         _, nodes = graph_of_degrees(a.diagonal())
-        low, high = float(spectrum[1]) * (1 - float(nodes.max())), float(spectrum[-1])
+        low = float(spectrum[1]) * (1 - float(nodes.max()))
+        high = float(spectrum[-1])
         assert 0 < low <= 1 <= high <= 2 + 1e-12
         near = dense.same_diagonal(a.diagonal())
         assert float(torch.linalg.eigvalsh(a - low * near)[0]) > -1e-12
@@ -88,7 +89,8 @@ class TestAgainstKron:
 @pytest.mark.parametrize("prior", [1e-30, 1e-6, 1.0, 1e6, 1e30])
 def test_degrees_of_any_size_beside_any_prior(degree, prior):
     """Where degrees are equal, A is a multiple of the centring matrix, and U's variances can be written down."""
-    classes, count = 7, 3
+    classes = 7
+    count = 3
     sums = Sums({"degrees": torch.full((classes,), count * degree), "gram": count * torch.eye(2)}, count)
     curvature = KNOWN["kron-diag"]().solve(sums)
     expected = (1 - 1 / classes) / (count**0.5 * degree * classes / (classes - 1) + prior**0.5)

@@ -63,12 +63,13 @@ def test_marginal_covariance_of_a_class(problem, structure):
 
 
 def test_mahalanobis_is_relative_to_the_mean_outer_product(problem, structure):
-    trained, asked = problem.features(), problem.features(torch.randn(5, 3))
+    trained = problem.features()
+    queries = problem.features(torch.randn(5, 3))
     moment = trained.T @ trained / len(trained)
     if structure == "diag":
         moment = torch.diag(moment.diagonal())
-    expected = (asked @ torch.linalg.inv(moment) * asked).sum(1).sqrt()
-    assert relative(layer_of(problem, structure).curvature.mahalanobis(asked), expected) < 1e-6  # up to its ridge
+    expected = (queries @ torch.linalg.inv(moment) * queries).sum(1).sqrt()
+    assert relative(layer_of(problem, structure).curvature.mahalanobis(queries), expected) < 1e-6  # up to its ridge
 
 
 def test_draws_of_weights_have_the_posterior_s_moments(problem, structure):
@@ -87,15 +88,16 @@ def test_draws_of_logits_have_the_centred_covariance(problem, structure):
     noise = torch.randn(50_000, curvature.noise_size)
     deviations = curvature.perturb(features, 0.7, noise)
     centred = deviations - deviations.mean(2, keepdim=True)
-    found = centred.mT @ centred / len(noise)
-    assert relative(found, curvature.covariance(features, 0.7, centred=True)) < 0.04
+    actual = centred.mT @ centred / len(noise)
+    assert relative(actual, curvature.covariance(features, 0.7, centred=True)) < 0.04
 
 
 @pytest.mark.parametrize("name", ["kron-exact", "full"])
 @pytest.mark.parametrize("prior", [1e-12, 1e-6, 1.0])
 def test_the_common_shift_has_the_prior_s_variance_alone(problem, name, prior):
     """However much larger it is than what the data determine."""
-    curvature, features = layer_of(problem, name).curvature, problem.features(torch.randn(5, 3))
+    curvature = layer_of(problem, name).curvature
+    features = problem.features(torch.randn(5, 3))
     ones = torch.full((4,), 0.5)
     common = torch.einsum("i,nij,j->n", ones, curvature.covariance(features, prior), ones)
     assert relative(common, features.square().sum(1) / prior) < 1e-9
@@ -118,11 +120,14 @@ def test_the_shift_stays_hidden_for_networks_in_low_precision(structure, dtype):
 def test_a_running_average_is_algorithm_1_to_the_letter(problem, beta):
     structure = mola.structures.Kron(running_average=beta)
     layer = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer
-    a, b = torch.zeros(4, 4), torch.zeros(2 * (problem.weights.shape[1],))
+    a = torch.zeros(4, 4)
+    b = torch.zeros(2 * (problem.weights.shape[1],))
     for inputs, _ in problem.loader:
         batch_a, batch_b = dense.kron_factors(problem.weights, problem.features(inputs))
-        a, b = beta * a + (1 - beta) * batch_a, beta * b + (1 - beta) * batch_b
-    root, prior = len(problem.inputs) ** 0.5, 0.7**0.5
+        a = beta * a + (1 - beta) * batch_a
+        b = beta * b + (1 - beta) * batch_b
+    root = len(problem.inputs) ** 0.5
+    prior = 0.7**0.5
     left, right = (torch.linalg.inv(root * one + prior * torch.eye(len(one))) for one in (a, b))
     features = problem.features()
     scale = (features @ right * features).sum(1)

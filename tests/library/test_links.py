@@ -66,18 +66,21 @@ def test_without_variance_it_is_the_softmax(name):
 
 @pytest.mark.parametrize("name", ["probit-centred", "mean-field", "bridge", "mc"])
 def test_links_by_contrasts_ignore_a_common_shift(name):
-    mean, covariance = torch.randn(20, 5), random_covariance(5)
+    mean = torch.randn(20, 5)
+    covariance = random_covariance(5)
     plain = probabilities(name, mean, covariance)
     assert torch.allclose(plain, probabilities(name, mean + 3.0, covariance + 100.0), atol=1e-9)
 
 
 def test_formulas_written_out():
-    mean, covariance = torch.randn(1, 4), random_covariance(4)
+    mean = torch.randn(1, 4)
+    covariance = random_covariance(4)
     m = mean[0]
     z = torch.stack([m[i] / math.sqrt(1 + math.pi / 8 * covariance[i, i]) for i in range(4)])
     assert torch.allclose(probabilities(Probit(), mean, covariance)[0], torch.softmax(z, 0))
     centre = torch.eye(4) - 0.25
-    centred, own = centre @ m, (centre @ covariance @ centre).diagonal()
+    centred = centre @ m
+    own = (centre @ covariance @ centre).diagonal()
     expected = torch.softmax(centred / (1 + math.pi / 8 * own).sqrt(), 0)
     assert torch.allclose(probabilities(CentredProbit(), mean, covariance)[0], expected)
     pairs = torch.zeros(4)
@@ -104,8 +107,8 @@ def test_monte_carlo_converges_to_the_integral(structure, over):
     inputs = torch.randn(4, 3)
     drawn = posterior.sample(10_000, generator=torch.Generator().manual_seed(5)).weights
     brute = torch.softmax(torch.einsum("np,scp->snc", problem.features(inputs), drawn), 2).mean(0)
-    found = posterior.with_link(MonteCarlo(10_000, over=over))(inputs)
-    assert float((found - brute).abs().max()) < 5 * 0.5 / 10_000**0.5 * 2**0.5
+    actual = posterior.with_link(MonteCarlo(10_000, over=over))(inputs)
+    assert float((actual - brute).abs().max()) < 5 * 0.5 / 10_000**0.5 * 2**0.5
 
 
 @pytest.mark.parametrize("link", [*LINKS, Bridge(normalised=True), MonteCarlo(20, "weights")])
@@ -114,9 +117,11 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
     problem = make_problem()
     posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link)
     (component,), phi = posterior.components, problem.features()
-    mean, spread = phi @ problem.weights.T, component.spread(phi)
+    mean = phi @ problem.weights.T
+    spread = component.spread(phi)
     halved = posterior.link(mean / 2, component.spread(phi / 2), softmax)
-    two, four = torch.full((len(phi), 1), 2.0), torch.tensor([[4.0]])
+    two = torch.full((len(phi), 1), 2.0)
+    four = torch.tensor([[4.0]])
     for quotient in (spread.divided(two), spread.divided(four).divided(1 / two)):
         assert torch.allclose(posterior.link(mean / 2, quotient, softmax), halved, atol=1e-10)
     whole = posterior.link(mean, spread, softmax)

@@ -43,7 +43,8 @@ def rows(count=5, seed=5, width=6):
 
 def pair(structure, *, bias, size=1.0, count=2, **options):
     """Posteriors of the same networks in float32 and in float64, fitted on the same numbers."""
-    inputs, labels = size * rows(50, seed=1), torch.arange(50) % 4
+    inputs = size * rows(50, seed=1)
+    labels = torch.arange(50) % 4
     return [
         mola.fit(
             [head(bias=bias, seed=seed, dtype=dtype) for seed in range(count)],
@@ -56,19 +57,20 @@ def pair(structure, *, bias, size=1.0, count=2, **options):
     ]
 
 
-def check(posteriors, link, inputs, place):
+def check(posteriors, link, inputs, position):
     """Values to 1e-5 of the largest, differences to 1e-4."""
-    found, exact = (
+    actual, exact = (
         one.with_link(link).predict(inputs.to(dtype))
         for one, dtype in zip(posteriors, (torch.float32, torch.float64), strict=True)
     )
-    assert torch.equal(posteriors[0].with_link(link)(inputs), found.probs)
+    assert torch.equal(posteriors[0].with_link(link)(inputs), actual.probs)
     for name, tolerance in (("probs", 1e-5), ("entropy", 1e-5), ("mutual_information", 1e-4), ("ood_score", 1e-4)):
-        value, expected = getattr(found, name), getattr(exact, name)
+        value = getattr(actual, name)
+        expected = getattr(exact, name)
         assert value.dtype == torch.float32, name
-        assert bool(torch.isfinite(value).all()), (name, place)
-        assert float((value - expected).abs().max() / (1 + expected.abs().max())) < tolerance, (name, place)
-    assert found.logit_mean.dtype == found.logit_variance.dtype == torch.float32
+        assert bool(torch.isfinite(value).all()), (name, position)
+        assert float((value - expected).abs().max() / (1 + expected.abs().max())) < tolerance, (name, position)
+    assert actual.logit_mean.dtype == actual.logit_variance.dtype == torch.float32
 
 
 class TestLowPrecision:
@@ -86,10 +88,11 @@ class TestLowPrecision:
                 parameter.data = parameter.data.to(torch.bfloat16).double()
         options = {"structure": structure, "link": link, "prior_precision": 0.1}
         expected = mola.fit(members, loader(inputs, labels, 50), **options)(inputs)
-        low, small = [member.to(dtype) for member in members], inputs.to(dtype)
-        found = mola.fit(low, loader(small, labels, 50), **options)(small)
-        assert found.dtype == torch.float32
-        assert close(found.double(), expected, tolerance)
+        low = [member.to(dtype) for member in members]
+        small = inputs.to(dtype)
+        actual = mola.fit(low, loader(small, labels, 50), **options)(small)
+        assert actual.dtype == torch.float32
+        assert close(actual.double(), expected, tolerance)
 
     @pytest.mark.parametrize("kind", ["combinations of 8", "sizes from 1e-6 to 100", "almost constant", "certain"])
     @pytest.mark.parametrize("prior", [1e-6, 1.0])
@@ -102,7 +105,8 @@ class TestLowPrecision:
             inputs = inputs * torch.logspace(-6, 2, 24)
         elif kind == "almost constant":
             inputs = 1 + 1e-4 * inputs
-        inputs, labels = inputs.float(), torch.arange(500) % 10
+        inputs = inputs.float()
+        labels = torch.arange(500) % 10
         probs = []
         for dtype in (torch.float32, torch.float64):
             network = head(bias=True, classes=10, width=24, dtype=dtype)
@@ -159,7 +163,8 @@ class TestFeaturesOfAnySize:
     @pytest.mark.parametrize("scale", [1e-25, 1e12, 1e25])
     def test_distances_are_those_of_the_direction(self, structure, scale):
         posterior, _ = pair(structure, bias=True)
-        near, far = posterior.predict(rows()), posterior.predict(scale * rows())
+        near = posterior.predict(rows())
+        far = posterior.predict(scale * rows())
         assert_close(near.distance, far.distance, "difference")
         assert far.distance.dtype == torch.float32
         if scale > 1:
@@ -169,10 +174,12 @@ class TestFeaturesOfAnySize:
 @pytest.mark.parametrize("spread", [0.3, 0.01])
 def test_distances_of_tight_classes(spread):
     """Class means thousands of standard deviations apart, as trained networks have them, and features rounded to float32."""
-    means, labels = torch.randn(10, 24).relu(), torch.randint(10, (800,))
+    means = torch.randn(10, 24).relu()
+    labels = torch.randint(10, (800,))
     features = means[labels] + spread * torch.logspace(0, -2, 24) * torch.randn(800, 24)
     solved = ClassDistance.solve(Sums(distance_sums(features, labels, 10, predicted=False), 800))
-    exact, rounded = solved.logs(features)[0], solved.logs(features.float().double())[0]
+    exact = solved.logs(features)[0]
+    rounded = solved.logs(features.float().double())[0]
     assert float((exact - rounded).abs().max()) < 1e-3
 
 

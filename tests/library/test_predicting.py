@@ -69,7 +69,8 @@ def make(request):
 
 
 def test_call_and_prediction_take_the_same(make):
-    plain, two = make(pair()), make([WithIds()], [((X, Y), Y)])
+    plain = make(pair())
+    two = make([WithIds()], [((X, Y), Y)])
     kinds = [(plain, X), (plain, (X,)), (plain, X[:0]), (plain, X[:1]), (two, (X, Y)), (two, {"x": X, "ids": Y})]
     for posterior, batch in [*kinds, (two, {"x": X, "ids": Y, "labels": Y})]:
         called = posterior(batch)
@@ -110,9 +111,10 @@ def test_empty_batch_gives_an_empty_prediction(structure, link):
 def test_features_and_outputs_give_what_is_predicted(structure, link):
     posterior = fit(pair(), structure=structure, link=link)
     read = posterior.read(LOADER, "loader", labelled=True)
-    found, expected = posterior.predict_from_features(read.phi, read.outputs), posterior.predict(X)
+    actual = posterior.predict_from_features(read.phi, read.outputs)
+    expected = posterior.predict(X)
     for field in FIELDS:
-        torch.testing.assert_close(getattr(found, field), getattr(expected, field), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(getattr(actual, field), getattr(expected, field), rtol=1e-10, atol=1e-12)
     assert posterior.tune(read, rule="nll").prior_precision == posterior.tune(LOADER, rule="nll").prior_precision
 
 
@@ -120,7 +122,8 @@ def test_loader_may_reuse_its_memory():
     """Bias-free heads on raw inputs: the features are the loader's own memory."""
 
     def again():
-        buffer, labels = torch.empty(12, 5), torch.empty(12, dtype=torch.long)
+        buffer = torch.empty(12, 5)
+        labels = torch.empty(12, dtype=torch.long)
         for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:])):
             yield buffer.copy_(x), labels.copy_(y)
 
@@ -168,7 +171,8 @@ def test_a_slice_equals_predicting_the_slice(kind):
     posterior, fields = kind
     whole = posterior.predict(X)
     for index in (slice(3, 9), slice(None), slice(20, 3), slice(None, None, 5), slice(-4, None)):
-        part, alone = whole[index], posterior.predict(X[index])
+        part = whole[index]
+        alone = posterior.predict(X[index])
         assert len(part) == len(alone) == len(X[index])
         for field in fields:
             close(getattr(part, field), getattr(alone, field))
@@ -256,7 +260,8 @@ def test_what_happens_afterwards_does_not_matter(structure):
     nets = [nn.Linear(5, 3, bias=False), network(1)]  # the features of the first are the inputs themselves
     posterior = mola.ensemble(nets) if structure is None else fit(nets, structure=structure)
     inputs = X.clone()
-    expected, prediction = posterior.predict(inputs).computed(), posterior.predict(inputs)
+    expected = posterior.predict(inputs).computed()
+    prediction = posterior.predict(inputs)
     inputs.zero_()
     for net in nets:
         for parameter in net.parameters():
@@ -264,7 +269,8 @@ def test_what_happens_afterwards_does_not_matter(structure):
     posterior.float()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         for field in FIELDS:
-            one, other = getattr(prediction, field), getattr(expected, field)
+            one = getattr(prediction, field)
+            other = getattr(expected, field)
             assert one is other is None or torch.equal(one, other), field
 
 
@@ -289,9 +295,9 @@ def test_moving_to_a_gpu_and_back(structure):
     for device in ("cuda", "cpu"):
         posterior.to(device)
         assert posterior(X.to(device)).device.type == device
-        found = posterior.predict(X)
+        actual = posterior.predict(X)
         for field in FIELDS:
-            torch.testing.assert_close(getattr(found, field), getattr(expected, field), rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(getattr(actual, field), getattr(expected, field), rtol=1e-8, atol=1e-10)
 
 
 # --- networks as users bring them -------------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def same_diagonal(diagonal: Array) -> Array:
     w = diagonal.copy()
     for _ in range(4000):
         with np.errstate(divide="ignore", invalid="ignore"):
-            before, w = w, (w + diagonal / (1 - w / w.sum())) / 2
+            before = w
+            w = (w + diagonal / (1 - w / w.sum())) / 2
         if not np.isfinite(w).all():
             raise NoAnswerError
         if np.abs(before - w).max() <= 4 * EPS * w.max():
@@ -205,7 +206,9 @@ class Component:
     @cached_property
     def decomposed(self) -> tuple[Array, Array]:
         """Eigenvalues (M,) and vectors (C, P, M) of the Hessian among the contrasts."""
-        n, classes, width = self.count, self.classes, self.width
+        n = self.count
+        classes = self.classes
+        width = self.width
         coupled = self.probs[:, :, None] * self.probs[:, None, :] * (1 - np.eye(classes))
         curvature = np.einsum("nij->ni", coupled)[:, :, None] * np.eye(classes) - coupled
         products = self.features[:, :, None] * self.features[:, None, :]
@@ -227,7 +230,8 @@ class Component:
         return (self.probs * others).T @ self.features**2
 
     def moments(self, features: Array, logits: Array) -> Moments:
-        prior, n = self.precision, len(features)
+        prior = self.precision
+        n = len(features)
         if self.rng is not None:
             logits = self._moved_logits(features, logits, self.rng, self.rounding.logits)
             features = self._moved_features(features, self.rng, self.rounding.features + self.rounding.arithmetic)
@@ -235,7 +239,7 @@ class Component:
             variance = features**2 @ (1 / (self.diagonal + prior)).T
             centring = np.eye(self.classes) - 1 / self.classes
             contrast = np.einsum("ij,nj,jk->nik", centring, variance, centring)
-            found = Moments(logits, contrast, variance)
+            actual = Moments(logits, contrast, variance)
         elif self.structure == "full":
             values, vectors = self.decomposed
             root = np.einsum("np,cpm->ncm", features, vectors) / np.sqrt(values + prior)
@@ -245,19 +249,19 @@ class Component:
             ):  # who sums up the covariance of the weights first has entries of 1 / prior that cancel
                 size = EPS * (features**2).sum(1) / (values.min() + prior)
                 contrast = contrast + size[:, None, None] * symmetric_noise(self.rng, self.classes)
-            found = self._with_common(logits, contrast, (features**2).sum(1) / prior)
+            actual = self._with_common(logits, contrast, (features**2).sum(1) / prior)
         elif self.structure == "kron-exact":
             (a, left), (b, right) = self.seen, self.known
             spread = (features @ right) ** 2 @ (1 / (self.count * a[:, None] * b + prior)).T
             contrast = np.einsum("ir,nr,jr->nij", left, spread, left)
-            found = self._with_common(logits, contrast, (features**2).sum(1) / prior)
+            actual = self._with_common(logits, contrast, (features**2).sum(1) / prior)
         else:
             (a, left), (b, right) = self.seen, self.known
             length = (features @ right) ** 2 @ (1 / (math.sqrt(self.count) * b + math.sqrt(prior)))
             cls = (left / (math.sqrt(self.count) * a + math.sqrt(prior))) @ left.T
-            found = self._with_common(logits, length[:, None, None] * cls, length / math.sqrt(prior))
-        assert found.mean.shape == (n, self.classes)
-        return found if self.rng is None else found.shaken(self.rng, self.rounding.arithmetic)
+            actual = self._with_common(logits, length[:, None, None] * cls, length / math.sqrt(prior))
+        assert actual.mean.shape == (n, self.classes)
+        return actual if self.rng is None else actual.shaken(self.rng, self.rounding.arithmetic)
 
     def _with_common(self, logits: Array, contrast: Array, common: Array) -> Moments:
         return Moments(logits, contrast, np.einsum("ncc->nc", contrast) + common[:, None] / self.classes)
@@ -267,13 +271,16 @@ class Component:
         if self.rng is not None:
             features = self._moved_features(features, self.rng, self.rounding.features + self.rounding.arithmetic)
         if self.structure == "diag":
-            b, squares = (self.features**2).mean(0), features**2
+            b = (self.features**2).mean(0)
+            squares = features**2
         else:
-            b, squares = self.known[0], (features @ self.known[1]) ** 2
+            b = self.known[0]
+            squares = (features @ self.known[1]) ** 2
         return np.sqrt(squares @ (1 / (b + RIDGE * max(b.max(), TINY))))
 
     def log_determinant(self) -> float:
-        prior, root = self.precision, math.sqrt(self.precision)
+        prior = self.precision
+        root = math.sqrt(self.precision)
         if self.structure == "diag":
             return float(np.log(self.diagonal + prior).sum())
         if self.structure == "full":

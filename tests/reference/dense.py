@@ -64,7 +64,8 @@ def same_diagonal(diagonal: Tensor) -> Tensor:
     """The softmax's curvature `diag(w) - w w' / sum(w)` with this diagonal, by repetition until w does not change."""
     w = diagonal.clone()
     for _ in range(10_000):
-        before, w = w, (w + diagonal / (1 - w / w.sum())) / 2
+        before = w
+        w = (w + diagonal / (1 - w / w.sum())) / 2
         if torch.equal(before, w):
             break
     return torch.diag(w) - torch.outer(w, w) / w.sum()

@@ -38,14 +38,15 @@ def covariance(features: Array, labels: Array) -> Array:
     return total + RIDGE * np.sqrt((total**2).sum()) * np.eye(len(total))
 
 
-def distances(features: Array, labels: Array, asked: Array) -> Array:
+def distances(features: Array, labels: Array, queries: Array) -> Array:
     """Distance of each row asked for to the nearest class of the training features."""
-    means, inverse = class_means(features, labels), np.linalg.inv(covariance(features, labels))
-    found = []
-    for row in asked:
+    means = class_means(features, labels)
+    inverse = np.linalg.inv(covariance(features, labels))
+    actual = []
+    for row in queries:
         away = [direction(row) - mean for mean in means.values()]
-        found.append(min(np.sqrt(one @ inverse @ one) for one in away))
-    return np.array(found)
+        actual.append(min(np.sqrt(one @ inverse @ one) for one in away))
+    return np.array(actual)
 
 
 def divisors(
@@ -58,13 +59,13 @@ def divisors(
 ) -> list[Array]:
     """What the logits of each network are divided by, datum by datum."""
     networks = range(len(distance))
-    found = [np.zeros(len(distance[0])) for _ in networks]
+    actual = [np.zeros(len(distance[0])) for _ in networks]
     for n in range(len(distance[0])):
         rho = max(1.0, np.prod([(distance[k][n] / usual[k][0]) ** weights[k] for k in networks]))
         for k in networks:
             nu = max(1.0, length[k][n] / usual[k][1])
-            found[k][n] = temperature * (rho**exponent * nu**2 if exponent > 0 else 1.0)
-    return found
+            actual[k][n] = temperature * (rho**exponent * nu**2 if exponent > 0 else 1.0)
+    return actual
 
 
 def probit(mean: Array, variance: Array, divisor: Array) -> Array:

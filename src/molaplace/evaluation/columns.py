@@ -284,10 +284,9 @@ def outlier_scores(
     Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
     """
     distribution = likelihood.distribution(probs.double())
-    entropies = distribution.entropy()
     scores = {
         "max probability": distribution.outlier_score(),
-        "entropy": entropies if entropies.dim() == 1 else entropies.mean(-1),
+        "entropy": distribution.per_datum(distribution.entropy()),
     }
     if logits is not None:
         shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights

@@ -37,9 +37,9 @@ class BernoulliPredictive(ClassificationPredictive):
         """Probabilities (..., n, C, 2) of "no" and "yes"."""
         return torch.stack([1 - self.probs, self.probs], dim=-1)
 
-    def outlier_score(self) -> Tensor:
-        """Return one minus the probability of the predicted value, averaged over the labels, of shape (..., n)."""
-        return (1 - self.confidence()).mean(-1)
+    def per_datum(self, values: Tensor) -> Tensor:
+        """Return the mean (..., n) over the labels of values (..., n, C)."""
+        return values.mean(-1)
 
     def scored_rows(self, labels: Tensor) -> Tensor:
         """Return the index (m,) of the datum to which each known label belongs."""

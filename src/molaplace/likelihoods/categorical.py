@@ -27,9 +27,9 @@ class CategoricalPredictive(ClassificationPredictive):
         """Probabilities (..., n, C) of the classes."""
         return self.probs
 
-    def outlier_score(self) -> Tensor:
-        """Return one minus the largest probability (..., n)."""
-        return 1 - self.confidence()
+    def per_datum(self, values: Tensor) -> Tensor:
+        """Return the values (..., n), unchanged."""
+        return values
 
     def scored_rows(self, labels: Tensor) -> Tensor:
         """Return the index (n,) of each datum."""

@@ -50,7 +50,8 @@ VARIANCE_FLOOR = 1e-6
 CONSTANT = 1e-12
 """Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
 
-SMALLEST, LARGEST = 1e-12, 1e12
+SMALLEST = 1e-12
+LARGEST = 1e12
 """Smallest and largest allowed values for the noise and for the scale of the targets."""
 
 

@@ -59,9 +59,13 @@ class ClassificationPredictive(ABC):
         """Return the entropy in nats, of shape (..., n), or (..., n, C) for binary labels."""
         return entropy(self.choices)
 
-    @abstractmethod
     def outlier_score(self) -> Tensor:
         """Return one minus the largest probability (..., n), averaged over the labels for multi-label data."""
+        return self.per_datum(1 - self.confidence())
+
+    @abstractmethod
+    def per_datum(self, values: Tensor) -> Tensor:
+        """Return one value per datum (..., n): the values themselves or, for binary labels, the mean of values (..., n, C)."""
 
     @abstractmethod
     def scored_rows(self, labels: Tensor) -> Tensor:

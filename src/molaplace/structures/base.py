@@ -31,7 +31,8 @@ from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator
 from molaplace.sums import Sums
 
-SMALLEST, LARGEST = 1e-30, 1e30
+SMALLEST = 1e-30
+LARGEST = 1e30
 """Smallest and largest allowed prior precisions."""
 
 OUTLIER_RIDGE = 1e-10

@@ -26,7 +26,10 @@ ROUNDING = 16 * torch.finfo(torch.float64).eps
 NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
 
-COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction_gram", "feature_norms"
+COUNTS = "class_counts"
+DIRECTIONS = "class_directions"
+GRAM = "direction_gram"
+NORMS = "feature_norms"
 """Names of the sums, which are tensors of shapes (G,), (G, P), (P, P) and (3,). The last tensor contains the sum of the norms, the sum
 of the squared norms, and the number of data points whose class was predicted."""
 
