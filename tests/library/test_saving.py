@@ -177,9 +177,7 @@ def test_leftovers_of_interrupted_saves_are_removed_after_a_day(tmp_path):
 # --- documents ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 60 + "]" * 60, b"[" * 10**5, b'{"a":' * 10**5, "9" * 5000, b"\xff\xfe", b"", "{"]
-)
+@pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a":' * 10**5, "9" * 5000, b"\xff\xfe", b"", "{"])
 def test_unreadable_json_is_refused_in_words(content):
     with pytest.raises(StorageError, match=r"a\.json is not readable JSON"):
         parse(content, "a.json")

@@ -1,4 +1,4 @@
-"""Parse JSON documents of limited size and depth, protect their content with checksums, and validate them against schemas.
+"""Parse JSON documents, protect their content with checksums, and validate them against schemas.
 
 A schema is built from the types `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` stands for a
 list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, and `Optional(kind)` for a
@@ -17,8 +17,6 @@ from typing import Any
 from molaplace.errors import StorageError
 
 SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
-MAX_DEPTH = 50  # largest nesting depth of lists and objects; deeper nesting could exceed Python's recursion limit later
-MAX_BYTES = 2**26  # largest size of a document in bytes; a document with tuning curves takes about 100 kB
 
 
 @dataclass(frozen=True)
@@ -29,33 +27,14 @@ class Optional:
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """Parse JSON text; raise a `StorageError` that names the file if the text is invalid, too large or too deeply nested."""
+    """Parse JSON text; raise a `StorageError` that names the file if the text is invalid or too deeply nested."""
     try:
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
-        value = json.loads(content)
-        check_depth(value)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise StorageError(
             f"{name} is not readable JSON ({reason}): the file is truncated or was not written by molaplace."
         ) from error
-    return value
-
-
-def check_depth(value: Any) -> None:
-    """Raise `ValueError` if lists and objects are nested more than `MAX_DEPTH` levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError("it is nested too deeply")
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
