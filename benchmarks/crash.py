@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 import record
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from typer.testing import CliRunner
+from typer.main import get_command
 
 import molaplace as mola
 from molaplace.cli import app
@@ -89,7 +90,10 @@ def command(line: str, app: Any = app) -> None:
 
 def bench() -> None:
     sizes = "--runs 1 --components 2 --train-images 100 --test-images 30 --outliers 20"
-    command(f"bench digits --train {sizes} --networks networks --cache activations --results results", commands.app)
+    command(
+        f"bench digits --train {sizes} --networks networks --cache activations --results results",
+        get_command(commands.app),
+    )
 
 
 def train() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.cli import app
 from molaplace_lab import activations as storing
 from molaplace_lab.activations import ActivationCache
+from molaplace_lab.commands import app
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.corruptions.catalogue import corrupt
 from molaplace_lab.networks import open_named
