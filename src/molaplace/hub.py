@@ -54,12 +54,10 @@ def save(
     *,
     classes: Sequence[str] | None = None,
     evaluation: Evaluation | None = None,
-    license: str | None = None,
-    tags: Sequence[str] = (),
-    pipeline_tag: str | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     name: str | None = None,
+    **card: Any,
 ) -> Path:
     """Write a posterior, its networks and a model card to a folder. An older model in the folder is replaced when all is written.
 
@@ -68,12 +66,10 @@ def save(
         folder: the folder to write to; it is created if it does not exist.
         classes: names of the outputs; by default, those in the transformers configuration, or numbers if there are none.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
-        license: identifier of the licence, such as "mit".
-        tags: additional tags for the hub.
-        pipeline_tag: the hub's task name, such as "tabular-classification"; by default, the task of a transformers network.
         tokenizer: any object that prepares texts and has a `save_pretrained` method; it is saved in the folder.
         processor: any object that prepares images and has a `save_pretrained` method; it is saved in the folder.
         name: name of the model on the card, such as "user/name"; by default, the name of the folder.
+        card: fields of `huggingface_hub.ModelCardData`, such as license="mit", tags=["insects"] and pipeline_tag="tabular-classification".
 
     Returns:
         The path of the folder. `StorageError` is raised if the folder contains a model from another library.
@@ -114,10 +110,10 @@ def save(
         posterior.save(new / "posterior")
         needs_build = not all(network["from_pretrained"] for network in networks)
         kind = type(posterior.networks[0]).__name__
-        task = pipeline_tag or next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None)
-        data = {"license": license, "tags": [*TAGS, *(tag for tag in tags if tag not in TAGS)], "pipeline_tag": task}
-        card = _card(posterior, name or target.name, data, outputs, helpers, evaluation, needs_build=needs_build)
-        (new / CARD).write_text(card, encoding="utf-8")
+        task = card.get("pipeline_tag", next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None))
+        data = {**card, "pipeline_tag": task, "tags": list(dict.fromkeys([*TAGS, *card.get("tags", ())]))}
+        text = _card_text(posterior, name or target.name, data, outputs, helpers, evaluation, needs_build=needs_build)
+        (new / CARD).write_text(text, encoding="utf-8")
         config = {"format": FORMAT, "version": VERSION, "library_name": "molaplace", "classes": outputs}
         (new / CONFIG).write_text(json.dumps({**config, "networks": networks}, indent=2), encoding="utf-8")
         # Without a configuration, a folder whose replacement is interrupted cannot be loaded as a mixture of two models.
@@ -212,7 +208,7 @@ def _download(repository: str, revision: str | None) -> Path:
         ) from error
 
 
-def _card(
+def _card_text(
     posterior: MoLA,
     name: str,
     data: dict[str, Any],
@@ -297,13 +293,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise StorageError(
             f"{path} cannot be read ({error.strerror}). Expected a folder written by mola.hub.save."
         ) from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
+    if not isinstance(config, dict) or (config.get("format"), config.get("version")) != (FORMAT, VERSION):
         raise StorageError(
-            f"{path} was not written by molaplace: expected the format {FORMAT!r}. Use a separate folder for molaplace."
-        )
-    if config.get("version") != VERSION:
-        raise StorageError(
-            f"{path} has version {config.get('version')!r}, but this version of molaplace reads only version {VERSION}. Update molaplace."
+            f"{path} was not written by this version of molaplace: expected the format {FORMAT!r} with version {VERSION}. Update "
+            f"molaplace, or use a separate folder."
         )
     check(config, SCHEMA, "")
     return config

@@ -153,8 +153,8 @@ def damage(folder, name, how):
     ("name", "how", "words"),
     [
         ("config.json", "remove", r"config.json cannot be read.*mola\.hub\.save"),
-        ("config.json", lambda document: document.update(format="other"), "not written by molaplace"),
-        ("config.json", lambda document: document.update(version=3), "version 3"),
+        ("config.json", lambda document: document.update(format="other"), "not written by this version"),
+        ("config.json", lambda document: document.update(version=3), "with version 1"),
         ("config.json", lambda document: document.pop("networks"), "damaged.*'networks'"),
         (
             "config.json",
@@ -191,7 +191,7 @@ def test_another_architecture_or_another_models_folder_is_refused(tmp_path, post
         hub.load(folder, lambda: nn.Linear(4, 3))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(StorageError, match="not written by molaplace"):
+    with pytest.raises(StorageError, match="not written by this version"):
         hub.save(posterior, tmp_path / "foreign")
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["config.json"]
     (tmp_path / "file").write_text("")
