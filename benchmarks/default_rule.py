@@ -23,7 +23,7 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.metrics import auroc, expected_calibration_error, negative_log_likelihood
-from molaplace.rules import HeldOut
+from molaplace.rules.held_out import HeldOut
 from molaplace_lab.suite import DataOptions
 
 GROUP, HALF, SEED = 5, 2, 7

@@ -261,7 +261,7 @@ def call_tune(problem: Problem) -> bool:
     curve = np.array(tuned.tuning.curve[score])
     if name != "threshold":
         require(curve[grid.index(chosen)] == curve.min(), f"{name}: another candidate is better")
-    if tuned.tuning.temperature != 1:  # the closed form always uses a temperature of 1
+    if tuned.temperature != 1:  # the closed form always uses a temperature of 1
         return False
     seen = problem.features(inputs)
 

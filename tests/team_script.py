@@ -121,7 +121,7 @@ def laws(team):
         chosen = posterior.tune(batches(val), rule=exposure, **shared)
         found.note(division, outliers=chosen.tuning.curve["objective"])
         careful = posterior.tune(batches(val), rule=CAREFUL, **shared)
-        scales = [list(scale) for scale in careful.scaling.reference.scales]
+        scales = [list(scale) for scale in careful.reference.scales]
         found.note(f"{division}/distance", careful, "distance_exponent", scales=scales)
         careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
         fields = ("probs", "mutual_information", "ood_score", "far_field", "distance")

@@ -1,4 +1,4 @@
-"""One component of a mixture: a network, a prior precision, and the Laplace approximation of the network's last layer.
+"""One component of a mixture: a network and the Laplace approximation of its last layer, before the prior is added.
 
 Without a Laplace approximation, a component is a member of a plain ensemble.
 """
@@ -15,7 +15,7 @@ from molaplace.errors import OptionError
 from molaplace.likelihoods import Gaussian, Likelihood
 from molaplace.network import Head
 from molaplace.structures import Structure
-from molaplace.structures.base import Curvature, Spread, check_precision
+from molaplace.structures.base import Curvature, Spread
 from molaplace.structures.distance import ClassDistance
 from molaplace.sums import Sums
 
@@ -46,13 +46,12 @@ class LastLayer:
 
 
 class Component(nn.Module):
-    """A network with a prior precision and a Laplace approximation of its last layer.
+    """A network with a Laplace approximation of its last layer.
 
     Args:
         network: the trained network, which is shared and never modified.
         head: the network's last linear layer, or None in a plain ensemble.
         layer: the Laplace approximation of the last layer, or None in a plain ensemble.
-        prior_precision: the prior precision lambda.
         likelihood: the likelihood of the network's outputs.
     """
 
@@ -61,7 +60,6 @@ class Component(nn.Module):
         network: nn.Module,
         head: Head | None,
         layer: LastLayer | None,
-        prior_precision: float,
         likelihood: Likelihood,
     ) -> None:
         super().__init__()
@@ -69,21 +67,15 @@ class Component(nn.Module):
         self.head: Head | None = head
         self.layer: LastLayer | None = layer
         self.likelihood: Likelihood = likelihood
-        self.prior_precision: float = check_precision(prior_precision)
-
-    def at(self, prior_precision: float) -> Component:
-        """Return the component with a different prior precision."""
-        return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
 
     def noise_scaled(self, factor: float) -> Component:
         """Return the regression component with its noise multiplied by a factor."""
-        layer, likelihood = self.layer, self.likelihood
+        layer = self.layer
         if layer is None or factor == 1:
             return self
-        assert isinstance(likelihood, Gaussian)
+        assert isinstance(self.likelihood, Gaussian)
         scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
-        likelihood = likelihood.noise_scaled(factor, len(layer.weights))
-        return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
+        return Component(self.network, self.head, scaled, self.likelihood.noise_scaled(factor, len(layer.weights)))
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:
         """Return the component with its likelihood replaced, for example to change the noise level."""
@@ -91,7 +83,7 @@ class Component(nn.Module):
         if layer is not None:
             curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
             layer = replace(layer, curvature=curvature.to(layer.weights.device))
-        return Component(self.network, self.head, layer, self.prior_precision, likelihood)
+        return Component(self.network, self.head, layer, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
         """Return the Laplace approximation, first moving it to the given device if necessary."""
@@ -99,12 +91,10 @@ class Component(nn.Module):
             self.layer = self.layer.to(device)
         return self.layer
 
-    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
+    def spread(self, phi: Tensor, precision: float | Tensor) -> Spread | None:
         """Return the spread of the logits for features (n, P), or None if there is no Laplace approximation."""
         layer = self.on(phi.device)
-        if layer is None:
-            return None
-        return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
+        return None if layer is None else Spread(layer.curvature, phi, precision)
 
     def require_layer(self, what: str) -> LastLayer:
         """Return the Laplace approximation, or raise an `OptionError` saying that the operation `what` needs it."""

@@ -119,3 +119,9 @@ def collect_warnings() -> Iterator[list[str]]:
             messages.append(str(warning.message))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def warned(message: str) -> str:
+    """Issue a warning, and return its text, for example for the notes of a tuning."""
+    warn(message)
+    return message

@@ -39,8 +39,9 @@ from molaplace.numerics import float64_device
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
+from molaplace.settings import Settings
 from molaplace.structures import Structure, as_structure
-from molaplace.structures.base import check_precision, check_size
+from molaplace.structures.base import check_size
 from molaplace.structures.distance import distance_sums
 from molaplace.sums import Sums
 from molaplace.weights import check_weighting
@@ -173,7 +174,7 @@ def fit(
     count = len(models)
     chosen_structure, chosen_link = as_structure(structure), as_link(link, likelihood)
     weighting = check_weighting(weights, count)
-    precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
+    settings = Settings(tuple(per_component(prior_precision, count, "prior_precision")))
     names = per_component(head, count, "head")
     positions = check_positions(positions)
     if not isinstance(distances, bool):
@@ -273,14 +274,14 @@ def fit(
             number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
-        for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
+        for network, layer, total in zip(models, heads, totals, strict=True):
             # In regression, this call estimates the noise from the sums unless the noise is given.
             fitted = likelihood.fitted(total)
-            solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
-            components.append(Component(network, one, solved, precision, fitted))
+            solved = LastLayer.solve(chosen_structure, total, layer.weights(), fitted)
+            components.append(Component(network, layer, solved, fitted))
     if likelihood.classification:
         _warn_of_empty_classes(totals[0])
-    posterior = MoLA(components, chosen_link, weighting)
+    posterior = MoLA(components, settings, link=chosen_link, weights=weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
     checkpoints.remove()
@@ -365,4 +366,4 @@ def ensemble(
     """
     likelihood = as_likelihood(likelihood)
     models = as_networks(networks, logits)
-    return MoLA([Component(network, None, None, 1.0, likelihood) for network in models], "probit", weights)
+    return MoLA([Component(network, None, None, likelihood) for network in models], weights=weights)

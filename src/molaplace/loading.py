@@ -9,7 +9,7 @@ from torch import nn
 
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import Logits, as_networks
-from molaplace.posterior import MoLA
+from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.saving.files import kind_of
 from molaplace.saving.posterior import load_posterior
 
@@ -19,7 +19,7 @@ def load(
     networks: nn.Module | Sequence[nn.Module] | None = None,
     *,
     logits: Logits | Sequence[Logits] | None = None,
-) -> MoLA:
+) -> LaplaceMixture:
     """Load a saved posterior and attach it to its networks.
 
     Args:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
 from molaplace.likelihoods.base import mixed
-from molaplace.network import Inputs, as_batch, batch_count, evaluating, one_batch, peek
+from molaplace.network import Inputs, evaluating, one_batch
 from molaplace.numerics import seed_from
 from molaplace.options import one_of
 from molaplace.prediction import Prediction, RegressionPrediction
+from molaplace.predictor import Predictor
 from molaplace.uncertainty import mutual_information
 from molaplace.weights import check_weights, uniform_weights
 
-KEPT_BYTES = 2**28
-"""Maximum number of bytes kept in memory to compute the unread fields of a prediction. Beyond this limit, fields are computed
-immediately."""
 
-
-class Predictor(Protocol):
-    """A callable that maps a batch of inputs to probabilities (n, C)."""
-
-    def __call__(self, inputs: Any, /) -> Any:
-        """Return probabilities (n, C)."""
-
-
-class Mixture(nn.Module):
+class Mixture(Predictor):
     """A weighted average of predictors: a deep ensemble, MultiSWAG, or any other mixture. Predictors may come from other libraries.
 
     Args:
@@ -45,7 +33,7 @@ class Mixture(nn.Module):
 
     def __init__(
         self,
-        predictors: Sequence[Predictor],
+        predictors: Sequence[Callable[[Any], Any]],
         weights: str | Sequence[float] | Tensor = "uniform",
         *,
         likelihood: str | Likelihood | None = None,
@@ -63,25 +51,24 @@ class Mixture(nn.Module):
             if isinstance(member, nn.Module):
                 self.add_module(f"predictor_{index}", member)
         count = len(members)
-        self.weights: Tensor = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
-        self.likelihood: Likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
-        """Likelihood of the predictions."""
+        self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
+        self.likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or, for regression, means (n, D). Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        def run(member: Predictor) -> Any:
-            if seed is None or not isinstance(member, Mixture):
+        def run(member: Callable[..., Any]) -> Any:
+            if seed is None or not isinstance(member, Predictor):
                 return member(inputs)
             return member(inputs, generator=torch.Generator("cpu").manual_seed(seed))
 
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with evaluating(*modules), torch.no_grad():
             members = [
-                # A Mixture always returns valid probabilities. The outputs of other predictors must be checked.
-                run(member) if isinstance(member, Mixture) else _checked(index, run(member), self.likelihood)
+                # A Predictor returns valid probabilities. The outputs of other callables must be checked.
+                run(member) if isinstance(member, Predictor) else _checked(index, run(member), self.likelihood)
                 for index, member in enumerate(self.predictors)
             ]
         shapes = [tuple(probs.shape) for probs in members]
@@ -110,14 +97,14 @@ class Mixture(nn.Module):
         )
 
     def _predict_regression(self, inputs: Inputs, seed: int | None, place: str) -> RegressionPrediction:
-        mixtures = [member for member in self.predictors if isinstance(member, Mixture)]
-        if mixtures and len(mixtures) < len(self.predictors):
+        distributions = [member for member in self.predictors if isinstance(member, Predictor)]
+        if distributions and len(distributions) < len(self.predictors):
             raise OptionError(
                 "some predictors return only means and others return distributions, whose spread would be lost in a mixture of means. "
                 "Wrap each network that returns means: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
             )
-        if mixtures:
-            parts = [member.predict_batch(inputs, seed, place) for member in mixtures]
+        if distributions:
+            parts = [member.predict_batch(inputs, seed, place) for member in distributions]
             return RegressionPrediction.mixed(parts, self.weights)
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
@@ -126,85 +113,12 @@ class Mixture(nn.Module):
         means = torch.stack(self._member_outputs(inputs, seed))
         return RegressionPrediction.of_means(means, self.weights, self.likelihood)
 
-    def predict_batches(
-        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
-    ) -> Iterator[Any]:
-        """Predict batch by batch, in bounded memory. The arguments have the same meaning as in `predict`."""
-        seed = seed_from(generator)
-        for place, batch in _batches(inputs, progress=progress):
-            yield self.predict_batch(batch, seed, place).cpu()
-
-    def predict(
-        self,
-        inputs: Any,
-        *,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-        team: Team | None = None,
-    ) -> Any:
-        """Predict probabilities and uncertainty for one batch, or for all batches of a loader.
-
-        Args:
-            inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
-                positional arguments, or a mapping of their keyword arguments.
-            generator: source of random numbers for links that draw samples; by default, the link's seed is used.
-            progress: whether to show a progress bar if stderr is a terminal.
-            team: processes that predict together. Each process reads its own shard and returns the predictions of all processes,
-                ordered by rank.
-
-        Returns:
-            A `Prediction` or, for regression, a `RegressionPrediction`, in main memory. Costly fields are computed when they are first
-            read, unless keeping the tensors they need until then would take too much memory.
-        """
-        seed, parts, held = seed_from(generator), [], 0
-        kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
-        alone = team is None or team.size == 1
-        for place, batch in _batches(inputs, progress=progress, required=alone):
-            part = self.predict_batch(batch, seed, place)
-            held += part.held_bytes
-            parts.append(part.cpu() if held <= KEPT_BYTES else part.cpu().computed())
-        return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
-
-    def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Return probabilities (n, C) as a NumPy array. The inputs may be a NumPy array or anything that `predict` accepts."""
-        if not self.likelihood.classification:
-            raise OptionError(
-                "a regression model has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and "
-                "log_prob."
-            )
-        if isinstance(inputs, np.ndarray):
-            # Copy the array in native byte order, because torch accepts neither read-only arrays nor other byte orders.
-            native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
-            if native.dtype.kind not in "biufc":
-                raise DataError(
-                    f"expected a numeric array, got {native.dtype}. Convert it, for example with array.astype(float)."
-                )
-            given, parameter = torch.from_numpy(native), next(self.parameters(), None)
-            inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
-        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
-
-
-def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
-    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches.
-    if isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys"):
-        yield "the inputs", one_batch(inputs)
-        return
-    if isinstance(inputs, np.ndarray):
-        raise DataError(
-            "expected a tensor, got a NumPy array. Use predict_proba(array), or predict(torch.from_numpy(array))."
-        )
-    # With several processes, the shard of this process may be empty.
-    again = peek(inputs, "prediction loader")[1] if required else iter(inputs)
-    bar = tqdm(again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
-    for index, raw in enumerate(bar):
-        place = f"batch {index} of the prediction loader"
-        yield place, as_batch(raw, place).inputs
-
 
 def _common_likelihood(members: Sequence[Any]) -> Likelihood:
-    known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
-    if any(one.name != known[0].name for one in known):
-        names = ", ".join(dict.fromkeys(repr(one.name) for one in known))
+    likelihoods = [getattr(member, "likelihood", None) for member in members]
+    known = [likelihood for likelihood in likelihoods if isinstance(likelihood, Likelihood)]
+    if any(likelihood.name != known[0].name for likelihood in known):
+        names = ", ".join(dict.fromkeys(repr(likelihood.name) for likelihood in known))
         raise OptionError(f"must be members with the same likelihood, got {names}.", argument="predictors")
     return known[0] if known else CATEGORICAL
 

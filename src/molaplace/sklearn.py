@@ -23,7 +23,7 @@ from molaplace.options import is_real, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning, as_rule
-from molaplace.scaling import FeatureScale
+from molaplace.settings import FeatureScale
 
 with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -389,17 +389,14 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
     # Apply the settings tuned on held-out data to the networks trained on all data. No data remain for measuring these networks'
     # reference distances, so their training distances are multiplied by the tuned networks' ratio of held-out to training distances.
-    scaling = tuned.scaling
-    before = start.scaling.reference
-    now = final.scaling.reference
-    if scaling.reference is not None and before is not None and now is not None:
-        scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)
-        carried = tuple(FeatureScale(*map(_by_ratio, *three)) for three in scales)
-        scaling = replace(scaling, reference=replace(scaling.reference, scales=carried))
-    final = final.with_prior_precision(tuned.prior_precision)
+    before = start.reference
+    reference = tuned.reference
+    if reference is not None and before is not None and final.reference is not None:
+        scales = zip(reference.scales, before.scales, final.reference.scales, strict=True)
+        reference = replace(reference, scales=tuple(FeatureScale(*map(_by_ratio, *triple)) for triple in scales))
     if isinstance(start.likelihood, Gaussian) and start.likelihood.estimated:
         final = final.with_noise(tuned.noise.square().mean(0).sqrt())
-    return final.with_parts(scaling=scaling)
+    return final.with_parts(settings=tuned.settings, reference=reference)
 
 
 def _by_ratio(held_out: float, before: float, now: float) -> float:

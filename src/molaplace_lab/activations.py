@@ -204,8 +204,8 @@ class ActivationCache:
         components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):
             layer, place = component.require_layer("streamed sums"), head_by_name(head, "head")
-            components.append(Component(head, place, layer, component.prior_precision, component.likelihood))
-        return mola.MoLA(components, fitted.link, "uniform")
+            components.append(Component(head, place, layer, component.likelihood))
+        return mola.MoLA(components, link=fitted.link)
 
 
 @dataclass(frozen=True)

@@ -196,12 +196,10 @@ class LastLayerMethod:
             return {}
         chosen: dict[str, Any] = {
             "prior_precision": list(posterior.prior_precision),
+            **posterior.settings.changed(),
             "weights": [float(weight) for weight in posterior.weights],
             "log_evidence": [float(value) for value in posterior.log_evidence()],
         }
         if posterior.tuning is not None:
             chosen["rule"] = posterior.tuning.rule
-        for name, without in (("temperature", 1.0), ("pooling", 1.0), ("distance_exponent", 0.0)):
-            if (value := float(getattr(posterior, name, without))) != without:
-                chosen[name] = value
         return chosen

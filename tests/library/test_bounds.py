@@ -8,6 +8,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import BoundError, OptionError
+from molaplace.settings import Settings
 from tests.conftest import make_problem
 from tests.library.problems import close, data, loader
 from tests.reference import dense
@@ -43,12 +44,18 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
     assert close(posterior.with_temperature(3.0).far_field_limit(inputs), posterior.far_field_limit(inputs))
 
 
+def alone(posterior):
+    """Return each component as a posterior of its own."""
+    pairs = zip(posterior.components, posterior.prior_precision, strict=True)
+    return [mola.MoLA([component], Settings((precision,))) for component, precision in pairs]
+
+
 def test_the_lemma_bounds_each_component(far):
     posterior, inputs = far
     bounds = posterior.confidence_bound(1e6 * inputs, lemma=True)
-    for bound, component in zip(bounds, posterior.components, strict=True):
-        alone = mola.MoLA([component]).predict(1e6 * inputs).confidence
-        assert bool((alone <= bound + 1e-12).all())
+    for bound, member in zip(bounds, alone(posterior), strict=True):
+        confidence = member.predict(1e6 * inputs).confidence
+        assert bool((confidence <= bound + 1e-12).all())
 
 
 def test_the_bound_against_its_definition(structure):
@@ -70,10 +77,10 @@ def test_the_bound_against_its_definition(structure):
 
 def test_the_theorem_is_the_weighted_sum_of_lemmas(structure):
     posterior, inputs = fitted([bias_free(seed) for seed in range(2)], structure=structure, weights=[0.3, 0.7])
-    alone = [mola.MoLA([component]) for component in posterior.components]
+    first, second = alone(posterior)
     predicted = posterior(inputs).argmax(1)
-    agree = (alone[0](inputs).argmax(1) == predicted) & (alone[1](inputs).argmax(1) == predicted)
-    mixed = 0.3 * alone[0].confidence_bound(inputs) + 0.7 * alone[1].confidence_bound(inputs)
+    agree = (first(inputs).argmax(1) == predicted) & (second(inputs).argmax(1) == predicted)
+    mixed = 0.3 * first.confidence_bound(inputs) + 0.7 * second.confidence_bound(inputs)
     assert int(agree.sum()) > 3
     assert close(posterior.confidence_bound(inputs)[agree], mixed[agree])
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.rules.scores import mean_scores
-from molaplace.scaling import NO_COVARIANCE
+from molaplace.settings import NO_COVARIANCE
 
 
 def trained(seed, inputs, labels, steps=120):
@@ -43,7 +42,8 @@ def test_validation_loss_stays_within_the_budget(problem):
     tuned = posterior.tune([validation], rule="calibrated", progress=False)
     data = posterior.read([validation], "validation loader", labelled=True)
     temperatures = torch.logspace(-1, 1, 401).tolist()
-    found = mean_scores(posterior, data, precision=[NO_COVARIANCE], temperature=temperatures)
+    candidates = posterior.settings.candidates(prior_precision=[NO_COVARIANCE], temperature=temperatures)
+    found = posterior.objective(data).mean_scores(candidates)
     scaled = float(found["nll"].min())
     own = float(log_loss(tuned, validation).mean())
     assert own <= scaled * 1.01 + 1e-9

@@ -82,7 +82,7 @@ class TestAgainstTheFormulas:
         prediction = posterior.predict(asked)
         distance = [reference_distances(one, asked) for one in networks]
         norms = [features_of(one, asked).norm(dim=1).numpy() for one in networks]
-        scales = posterior.scaling.reference.scales
+        scales = posterior.reference.scales
         divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5)
         assert max(one.max() for one in divisors) > 2  # some inputs are far
         means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
@@ -99,7 +99,7 @@ class TestAgainstTheFormulas:
     def test_the_reference_is_the_median_distance_and_the_99_per_cent_quantile_of_the_norms(self, networks):
         held, _ = blobs(1)
         posterior = tuned(networks)
-        for network, scale in zip(networks, posterior.scaling.reference.scales, strict=True):
+        for network, scale in zip(networks, posterior.reference.scales, strict=True):
             logs = np.log(reference_distances(network, held))
             assert scale.distance == pytest.approx(np.exp(np.median(logs)), rel=1e-9)
             norms = np.log(features_of(network, held).norm(dim=1).numpy())
@@ -114,12 +114,12 @@ class TestAgainstTheFormulas:
         away = [reference.direction(row) - means[label] for row, label in zip(rows, labels.tolist(), strict=True)]
         expected = np.sqrt(np.mean([one @ inverse @ one for one in away]))
         posterior = fitted(networks[:1])
-        assert posterior.scaling.reference.scales[0].distance == pytest.approx(expected, rel=1e-9)
+        assert posterior.reference.scales[0].distance == pytest.approx(expected, rel=1e-9)
         assert posterior.predict(inputs).ood_score_name == "far-field"
 
     def test_the_outlier_score_is_the_sum_of_its_terms(self, networks):
         posterior, (inside, _) = tuned(networks), blobs(2)
-        prediction, usual = posterior.predict(inside), posterior.scaling.reference
+        prediction, usual = posterior.predict(inside), posterior.reference
         assert prediction.ood_score_name == "far-field + energy + distance"
         nus = [
             (features_of(one, inside).norm(dim=1) / scale.norm).clamp_min(1)
@@ -168,7 +168,7 @@ class TestTheRule:
         inputs, labels = blobs(1)
         accuracy = np.mean([float((one(inputs).argmax(1) == labels).double().mean()) for one in networks])
         assert float(posterior(inputs).max(1).values.mean()) == pytest.approx(accuracy - 0.01, abs=1e-3)
-        assert posterior.distance_exponent == posterior.tuning.distance_exponent > 0
+        assert posterior.distance_exponent == posterior.tuning.settings.exponent > 0
         assert f"divided by {2**posterior.distance_exponent:.3g}" in posterior.tuning.summary
         assert posterior.prior_precision == plain.prior_precision
         assert posterior.temperature == plain.temperature

@@ -68,8 +68,8 @@ def fitted(make=small_net, count: int = 1, **options) -> mola.MoLA:
 
 def scaled(posterior: mola.MoLA) -> mola.MoLA:
     """With temperature, pooling and distance exponent; tuning and reference stay."""
-    scaling = replace(posterior.scaling, temperature=0.8, pooling=0.5, exponent=1.5)
-    return posterior.with_parts(scaling=scaling, tuning=posterior.tuning)
+    settings = replace(posterior.settings, temperature=0.8, pooling=0.5, exponent=1.5)
+    return posterior.with_parts(settings=settings, tuning=posterior.tuning)
 
 
 def compare(found, posterior, inputs, tolerance: float = 1e-5) -> None:

@@ -118,8 +118,8 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
     posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link)
     (component,), phi = posterior.components, problem.features()
     mean = phi @ problem.weights.T
-    spread = component.spread(phi)
-    halved = posterior.link(mean / 2, component.spread(phi / 2), softmax)
+    spread = component.spread(phi, 2.0)
+    halved = posterior.link(mean / 2, component.spread(phi / 2, 2.0), softmax)
     two = torch.full((len(phi), 1), 2.0)
     four = torch.tensor([[4.0]])
     for quotient in (spread.divided(two), spread.divided(four).divided(1 / two)):

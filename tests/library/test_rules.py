@@ -12,7 +12,6 @@ from molaplace.errors import MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
 from molaplace.rules import RULES, Distance, Evidence, Outliers, Score, Threshold
-from molaplace.rules.scores import mean_scores
 from molaplace.rules.search import grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
@@ -89,13 +88,13 @@ class TestByHand:
         posterior = mola.fit(members, train, structure=structure, link=link, weights=weights)
         data = posterior.read(validation, "validation loader", labelled=True)
         settings = {
-            "precision": [0.1, [0.2, 1.0, 5.0], 30.0],
+            "prior_precision": [[0.1] * 3, [0.2, 1.0, 5.0], [30.0] * 3],
             "temperature": [1.0, 0.5, 2.0],
             "pooling": [1.0, 0.3, 0.0],
             "exponent": [0.0, 1.0, 2.0],
             "onset": [1.0, 1.0, 1.5],
         }
-        found = mean_scores(posterior, data, **settings)
+        found = posterior.objective(data).mean_scores(posterior.settings.candidates(**settings))
         inputs, labels = joined(validation)
         for place in range(3):
             precision, temperature, pooling, exponent, onset = (values[place] for values in settings.values())
@@ -277,9 +276,9 @@ class TestValues:
 
     @quiet
     def test_a_rule_of_ones_own(self, trained):
-        def fixed(posterior, data):
-            assert len(data) == 100
-            return mola.rules.Tuning("fixed", (2.0,) * len(posterior.components), pooling=0.5)
+        def fixed(objective):
+            assert len(objective.data) == 100
+            return mola.rules.Tuning("fixed", objective.settings.candidates(prior_precision=[2.0], pooling=0.5)[0])
 
         members, train, validation = trained
         tuned = mola.fit(members, train).tune(validation, rule=fixed)

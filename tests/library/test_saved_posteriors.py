@@ -18,7 +18,7 @@ from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
 from molaplace.saving.posterior import load_posterior, save_posterior
 from molaplace.saving.schema import sealed
-from molaplace.scaling import FeatureScale, LogitScaling, Reference
+from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures import Diag, Full, Kron, KronDiag, KronExact
 from tests.closeness import assert_close
 
@@ -42,7 +42,8 @@ def posterior(networks, structure="kron", likelihood="categorical", link="probit
         prior_precision=[0.1, 2 / 3, 1e-17][: len(networks)],
         distances=distances,
     )
-    return MoLA(fitted.components, link, weights, options.get("tuning"), options.get("scaling"))
+    changes = {name: options[name] for name in ("settings", "reference", "tuning") if name in options}
+    return fitted.with_parts(link=link, weights=weights, **changes)
 
 
 def three(outputs=3):
@@ -52,7 +53,7 @@ def three(outputs=3):
 def assert_same(first, second):
     with torch.no_grad():
         assert_close(first(FAR), second(FAR), "float64")
-    for name in ("prior_precision", "weighting", "link", "tuning", "scaling"):
+    for name in ("settings", "weighting", "link", "tuning", "reference"):
         assert getattr(first, name) == getattr(second, name), name
     assert torch.equal(first.weights, second.weights)
     for one, two in zip(first.components, second.components, strict=True):
@@ -83,16 +84,10 @@ REFERENCE = Reference(
 
 
 def tuned():
-    tuning = Tuning(
-        rule="Calibrated()",
-        prior_precision=(0.1, 2 / 3, 1e-17),
-        curve={"prior_precision": (0.1, 0.2), "nll": (1 / 3, 0.5)},
-        notes=("a note",),
-        temperature=0.7,
-        pooling=0.25,
-        distance_exponent=2.0,
-    )
-    return {"tuning": tuning, "scaling": LogitScaling(0.7, 0.25, 2.0, 1.25, REFERENCE)}
+    settings = Settings((0.1, 2 / 3, 1e-17), 0.7, 0.25, 2.0, 1.25)
+    curve = {"prior_precision": (0.1, 0.2), "nll": (1 / 3, 0.5)}
+    tuning = Tuning(rule="Calibrated()", settings=settings, curve=curve, notes=("a note",))
+    return {"tuning": tuning, "settings": settings, "reference": REFERENCE}
 
 
 TARGETS = 3 + 2 * X[:, :2]
@@ -172,7 +167,7 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
         with pytest.raises(StorageError, match=words):
             other.save(tmp_path)
     with pytest.raises(OptionError, match="plain ensemble"):
-        MoLA([Component(networks[0], None, None, 1.0, Categorical())]).save(tmp_path)
+        MoLA([Component(networks[0], None, None, Categorical())]).save(tmp_path)
     assert_same(load_posterior(tmp_path, networks), saved)
 
 
@@ -245,7 +240,7 @@ EDITS = {
     "unknown likelihood": (lambda one: one["components"][1]["likelihood"].update(name="poisson"), "unknown likelihood"),
     "unknown setting": (lambda one: one["link"].update(colour=1), "colour"),
     "weights": (lambda one: one.update(weights=[1, 1, 1]), "weights must sum to 1"),
-    "precision": (lambda one: one["components"][0].update(prior_precision=0), "prior_precision"),
+    "precision": (lambda one: one["settings"].update(prior_precision=[1, 0, 1]), "prior_precision"),
 }
 
 

@@ -83,7 +83,7 @@ def test_scaling_by_distance_is_taken_over():
     model = quick(rule=mola.rules.Distance(price=0.05)).fit(rows, labels)
     posterior, tuning = model.posterior_, model.tuning_
     assert tuning.rule.startswith("Distance")
-    assert (posterior.temperature, posterior.distance_exponent) == (tuning.temperature, tuning.distance_exponent)
+    assert posterior.settings == tuning.settings
     assert posterior.distance_exponent > 0
     near, far = model.prediction(rows), model.prediction(30 * rows)
     assert 0.5 < float(near.distance.median()) < 1.5

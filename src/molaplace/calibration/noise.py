@@ -17,15 +17,15 @@ from torch import Tensor
 from molaplace import normal_mixtures
 from molaplace.errors import DataError, OptionError, located
 from molaplace.likelihoods import Gaussian
-from molaplace.mixture import Mixture
 from molaplace.network import batches
 from molaplace.posterior import MoLA
 from molaplace.prediction import RegressionPrediction
+from molaplace.predictor import Predictor
 from molaplace.rules.search import maximise
 
 RANGE = 100.0  # largest factor by which the noise and the root mean squared error may differ, in either direction
 
-Scaled = TypeVar("Scaled", bound=Mixture)
+Scaled = TypeVar("Scaled", bound=Predictor)
 
 
 def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
@@ -66,7 +66,7 @@ def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
     return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
 
 
-def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPrediction, Tensor]:
+def _predict(predictor: Predictor, loader: Iterable[Any]) -> tuple[RegressionPrediction, Tensor]:
     parts = []
     targets = []
     for index, batch in enumerate(batches(loader, "validation loader")):

@@ -33,6 +33,7 @@ from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
 from molaplace.prediction import RegressionPrediction
 from molaplace.rules.held_out import HeldOut
+from molaplace.settings import Settings
 
 COVERAGE = 0.9
 """Coverage guaranteed for the prediction sets in the report."""
@@ -90,11 +91,7 @@ class EvaluatedMethods:
         values: dict[str, Any] = {"prior_precision": list(posterior.prior_precision)}
         if not classification:
             values["noise"] = posterior.noise[0].tolist()
-        neutral = {"temperature": 1, "pooling": 1} if classification else {}
-        for name, value in {**neutral, "distance_exponent": 0}.items():
-            if getattr(posterior, name) != value:
-                values[name] = getattr(posterior, name)
-        return values
+        return values | posterior.settings.changed()
 
     def add(self, columns: Mapping[str, PredictionColumns], batch: Any, labels: Tensor | None) -> None:
         """Add each method's predictions for a batch to its columns."""
@@ -218,7 +215,7 @@ def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loa
     posterior = fitted.posterior
     if len(posterior.components) == 1:
         return posterior
-    single = type(posterior)(posterior.components[:1], posterior.link)
+    single = MoLA(posterior.components[:1], Settings(posterior.prior_precision[:1]), link=posterior.link)
     rule = make_rule(fitted.job, exposed)
     if rule is None:
         return single

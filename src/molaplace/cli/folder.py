@@ -229,7 +229,8 @@ def read_information(folder: Path) -> dict[str, Any]:
     """Return the contents and history of a folder after checking its files."""
     _check_present(folder)
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
-    parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
+    parts = document["components"]
+    tuning = document["tuning"]
     likelihood = dict(parts[0]["likelihood"])
     found: dict[str, Any] = {
         "folder": str(folder),
@@ -240,10 +241,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "link": document["link"]["name"],
         "weights": document["weights"],
         "weighting": document["weighting"],
-        "prior_precision": [part["prior_precision"] for part in parts],
-        "temperature": scaling["temperature"],
-        "pooling": scaling["pooling"],
-        "distance_exponent": scaling["exponent"],
+        **document["settings"],
         "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
         "rule": None if tuning is None else tuning["rule"],
         "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],

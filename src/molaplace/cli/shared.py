@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from molaplace.cli.data.dataset import SkippedInputs
 from molaplace.cli.options import check_writable
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
+from molaplace.settings import Settings
 
 LEFT_OUT = 3
 """Exit code of a command that succeeded but left some inputs out."""
@@ -55,7 +55,7 @@ def rule_name(rule: str) -> str:
     return score or kind.lower()
 
 
-def scaling_words(found: Mapping[str, Any]) -> list[str]:
+def scaling_words(information: dict[str, Any]) -> list[str]:
     """Return a description of each logit-scaling setting that differs from its neutral value."""
-    neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
-    return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]
+    changed = Settings.from_json(information).changed()
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in changed.items()]

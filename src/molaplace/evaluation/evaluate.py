@@ -26,6 +26,7 @@ from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, check_positions, evaluating
 from molaplace.prediction import Prediction
+from molaplace.predictor import Predictor
 
 CLASSIFICATION_METRICS = ("accuracy", "nll", "brier", "ece", "aurc", "confidence")
 REGRESSION_METRICS = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": f"coverage_{100 * INTERVAL:g}"}
@@ -141,7 +142,7 @@ def evaluate(
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
     for name, predictor in named.items():
-        mixture = predictor if isinstance(predictor, Mixture) else _Callable([predictor], likelihood=likelihood)
+        mixture = predictor if isinstance(predictor, Predictor) else _Callable([predictor], likelihood=likelihood)
         inliers = None
         for data, loader in {**labelled, **outlier_loaders}.items():
             try:

@@ -235,11 +235,12 @@ def trace(
 def _in_half_precision(posterior: MoLA) -> MoLA:
     # Convert only the networks. The head always computes in float64, regardless of the networks' precision.
     components = []
-    for one in posterior.components:
-        network, head = copy.deepcopy(one.network).half(), one.head
+    for component in posterior.components:
+        network = copy.deepcopy(component.network).half()
+        head = component.head
         if head is not None:
             head = replace(head, layer=head_by_name(network, head.name).layer)
-        components.append(Component(network, head, one.layer, one.prior_precision, one.likelihood))
+        components.append(Component(network, head, component.layer, component.likelihood))
     return posterior.with_parts(components=components, weights=posterior.weights, tuning=posterior.tuning)
 
 
@@ -276,10 +277,8 @@ def _describe(graph: PosteriorGraph) -> dict[str, Any]:
         "likelihood": posterior.likelihood.name,
         "structure": posterior.structure,
         "link": {"name": posterior.link.name, **posterior.link.settings()},
-        "temperature": posterior.temperature,
-        "pooling": posterior.pooling,
-        "distance_exponent": posterior.distance_exponent,
-        "prior_precision": None if posterior.structure is None else list(posterior.prior_precision),
+        **posterior.settings.as_json(),
+        **({"prior_precision": None} if posterior.structure is None else {}),
         "weights": posterior.weights.tolist(),
         "weighting": posterior.weighting,
         "rule": None if tuning is None else tuning.rule,

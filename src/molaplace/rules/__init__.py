@@ -4,25 +4,14 @@ from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
 from molaplace.options import one_of
 from molaplace.rules.calibrated import Calibrated
-from molaplace.rules.distance import Distance
-from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.rules.plain import PLAIN_RULES, Evidence, Outliers, Score, Threshold
+from molaplace.rules.distance import PLAIN_RULES, Distance
+from molaplace.rules.evidence import Evidence
+from molaplace.rules.outliers import Outliers
 from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.score import Score
+from molaplace.rules.threshold import Threshold
 
-__all__ = [
-    "RULES",
-    "Calibrated",
-    "Distance",
-    "Evidence",
-    "HeldOut",
-    "Outliers",
-    "Rule",
-    "Score",
-    "Threshold",
-    "Tuning",
-    "as_rule",
-    "read_held_out",
-]
+__all__ = ["Calibrated", "Distance", "Evidence", "Outliers", "Rule", "Score", "Threshold", "Tuning"]
 
 RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Calibrated()}
 """Tuning rules by name."""
@@ -45,12 +34,9 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
             argument="rule",
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
-
-    def applies(one: Rule) -> bool:  # a plain function is assumed to apply to every likelihood
-        return not isinstance(one, Rule) or one.applies_to(likelihood)
-
-    if not applies(chosen):
-        known = ", ".join(repr(one) for one, kind in RULES.items() if applies(kind))
+    # A plain function is assumed to apply to every likelihood.
+    if isinstance(chosen, Rule) and not chosen.applies_to(likelihood):
+        known = ", ".join(repr(name) for name, rule in RULES.items() if rule.applies_to(likelihood))
         raise OptionError(
             f"{label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.", argument="rule"
         )

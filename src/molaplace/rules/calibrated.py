@@ -20,22 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.errors import OptionError
+from molaplace.errors import OptionError, warned
 from molaplace.options import is_real
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.rule import Rule, Tuning, warned
-from molaplace.rules.scores import paired, scores
-from molaplace.scaling import NO_COVARIANCE
-
-if TYPE_CHECKING:
-    from molaplace.posterior import MoLA
+from molaplace.rules.objective import Objective
+from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.scores import paired
+from molaplace.settings import NO_COVARIANCE, Settings
 
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
 """Prior precisions tried in step 2."""
@@ -98,43 +95,31 @@ class Calibrated(Rule):
                 argument="price",
             )
 
-    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
+    def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision, temperature, pooling coefficient and distance exponent."""
-        search = Search(posterior, data)
+        search = Search(objective)
         plain, scaled = search.ensembles()
         best = search.keep_gains(scaled)
-        cautious, budget = best, 0.0
-        if posterior.has_distances:
+        cautious = best
+        budget = 0.0
+        if objective.distances:
             budget = max(SHARE * (scaled.loss - best.loss), self.price * best.loss)
             cautious = search.most_cautious(best, best.loss + budget)
-        chosen = search.free_covariance(cautious) if cautious.precision == NO_COVARIANCE else cautious
+        chosen = cautious if cautious.has_covariance else search.free_covariance(cautious)
         return Tuning(
             f"Calibrated(price={self.price:g})",
-            (chosen.precision,) * len(posterior.components),
-            _summary(chosen, cautious, best, scaled, plain, budget, search.data),
+            chosen.settings,
+            _summary(chosen, cautious, best, scaled, plain, budget, objective.data),
             _notes(chosen.temperature),
-            curve={
-                "prior_precision": tuple(one.precision for one in search.tried),
-                "temperature": tuple(one.temperature for one in search.tried),
-                "pooling": tuple(one.pooling for one in search.tried),
-                "distance_exponent": tuple(one.exponent for one in search.tried),
-                "nll": tuple(one.loss for one in search.tried),
-            },
-            temperature=chosen.temperature,
-            pooling=chosen.pooling,
-            distance_exponent=chosen.exponent,
-            onset=search.onset,
+            curve=search.curve(),
         )
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A prior precision, pooling coefficient, distance exponent and temperature, with the log loss of each validation datum."""
+class Trial:
+    """Settings that have been tried, with the log loss of each validation datum."""
 
-    precision: float
-    pooling: float
-    exponent: float
-    temperature: float
+    settings: Settings
     losses: Tensor
 
     @property
@@ -142,119 +127,120 @@ class Setting:
         """Mean log loss."""
         return float(self.losses.mean())
 
+    @property
+    def has_covariance(self) -> bool:
+        """True if the prior precision leaves a covariance."""
+        return any(precision < NO_COVARIANCE for precision in self.settings.precisions)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the settings."""
+        return float(self.settings.temperature)
+
 
 class Search:
     """The steps of the rule for one mixture and its validation data, together with all settings tried so far."""
 
-    posterior: MoLA
-    data: HeldOut
-    onset: float
+    objective: Objective
+    tried: list[Trial]
 
-    def __init__(self, posterior: MoLA, data: HeldOut) -> None:
-        self.posterior, self.data = posterior, data
-        self.onset = distance_onset(posterior, data) if posterior.has_distances else 1.0
-        self.tried: list[Setting] = []
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.tried = []
 
-    def ensembles(self) -> tuple[Setting, Setting]:
-        """Return the settings of the plain ensemble (T = 1) and of the temperature-scaled ensemble."""
-        settings = [(NO_COVARIANCE, 1.0, 0.0)]
-        plain = Setting(*settings[0], 1.0, self._losses(settings, np.ones((1, 1)))[0, 0])
-        before, (rough,) = plain, self._at_best_temperature(settings, 1.0, 2.0)
-        while abs(math.log(rough.temperature / before.temperature)) > 2:  # T left the range, so search again
-            before, (rough,) = rough, self._at_best_temperature(settings, rough.temperature, 2.0)
-        return plain, self._at_best_temperature(settings, rough.temperature, 0.3)[0]
+    def ensembles(self) -> tuple[Trial, Trial]:
+        """Return the plain ensemble (T = 1) and the temperature-scaled ensemble."""
+        onset = distance_onset(self.objective) if self.objective.distances else 1.0
+        ensemble = self.objective.settings.candidates(prior_precision=[NO_COVARIANCE], onset=onset)
+        plain = Trial(ensemble[0], self._losses(ensemble, np.ones((1, 1)))[0, 0])
+        previous = plain
+        (rough,) = self._at_best_temperature(ensemble, 1.0, 2.0)
+        while abs(math.log(rough.temperature / previous.temperature)) > 2:  # T left the range, so search again
+            previous = rough
+            (rough,) = self._at_best_temperature(ensemble, rough.temperature, 2.0)
+        return plain, self._at_best_temperature(ensemble, rough.temperature, 0.3)[0]
 
-    def keep_gains(self, best: Setting) -> Setting:
+    def keep_gains(self, best: Trial) -> Trial:
         """Improve the pooling coefficient and then the prior precision, keeping each change only if its gain is clear."""
-        if len(self.posterior.components) > 1:
-            pooled = self._at_best_temperature([(best.precision, c, 0.0) for c in POOLINGS], best.temperature)
-            middle = min(pooled, key=lambda one: one.loss).pooling
-            beside = [(best.precision, c, 0.0) for c in (middle - 0.125, middle + 0.125) if 0 <= c < 1]
-            best = self._clearly_better(pooled + self._at_best_temperature(beside, best.temperature), best)
-        covariances = [(precision, best.pooling, 0.0) for precision in PRECISIONS]
+        if self.objective.num_networks > 1:
+            pooled = self._at_best_temperature(best.settings.candidates(pooling=POOLINGS), best.temperature)
+            middle = float(min(pooled, key=lambda trial: trial.loss).settings.pooling)
+            neighbours = [pooling for pooling in (middle - 0.125, middle + 0.125) if 0 <= pooling < 1]
+            pooled += self._at_best_temperature(best.settings.candidates(pooling=neighbours), best.temperature)
+            best = self._clearly_better(pooled, best)
+        covariances = best.settings.candidates(prior_precision=PRECISIONS)
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
-    def most_cautious(self, best: Setting, most: float) -> Setting:
-        """Return the setting with the largest distance exponent at which the loss is at most `most` (coarse-to-fine search)."""
-        chosen, exponents = best, list(EXPONENTS)
+    def most_cautious(self, best: Trial, largest_loss: float) -> Trial:
+        """Return the trial with the largest distance exponent whose loss is at most `largest_loss` (coarse-to-fine search)."""
+        chosen = best
+        exponents = list(EXPONENTS)
         for _ in range(2):
-            settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
             above = None
-            for one in self._at_best_temperature(settings, best.temperature, 0.7):
-                if one.loss > most:
-                    above = one.exponent
+            candidates = best.settings.candidates(exponent=exponents)
+            for trial in self._at_best_temperature(candidates, best.temperature, 0.7):
+                if trial.loss > largest_loss:
+                    above = float(trial.settings.exponent)
                     break
-                chosen = one
+                chosen = trial
             if above is None:
                 break
-            exponents = [chosen.exponent + (above - chosen.exponent) * part / 6 for part in range(1, 6)]
+            below = float(chosen.settings.exponent)
+            exponents = [below + (above - below) * part / 6 for part in range(1, 6)]
         return chosen
 
-    def free_covariance(self, chosen: Setting) -> Setting:
-        """Return the setting with the smallest prior precision that, at the same temperature, raises the loss only negligibly."""
-        settings = [(precision, chosen.pooling, chosen.exponent) for precision in FREE_PRECISIONS]
-        losses = self._losses(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
-        found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]
-        self.tried += found
-        for one in found:
-            cost, error = paired(one.losses, chosen.losses, self.data)
+    def free_covariance(self, chosen: Trial) -> Trial:
+        """Return the trial with the smallest prior precision that, at the same temperature, raises the loss only negligibly."""
+        candidates = chosen.settings.candidates(prior_precision=FREE_PRECISIONS)
+        losses = self.objective.scores(candidates)["nll"]
+        trials = [Trial(candidates[index], losses[index]) for index in range(len(candidates))]
+        self.tried += trials
+        for trial in trials:
+            cost, error = paired(trial.losses, chosen.losses, self.objective.data)
             if cost + error <= FREE * chosen.loss:
-                return one
+                return trial
         return chosen
 
-    def _clearly_better(self, settings: Sequence[Setting], current: Setting) -> Setting:
-        best = min(settings, key=lambda one: one.loss)
-        gain, error = paired(current.losses, best.losses, self.data)
+    def curve(self) -> dict[str, tuple[float, ...]]:
+        """Return the settings and the mean log loss of every trial."""
+        rows = [{**trial.settings.as_json(), "nll": trial.loss} for trial in self.tried]
+        rows = [{**row, "prior_precision": row["prior_precision"][0]} for row in rows]  # shared by all networks
+        return {name: tuple(row[name] for row in rows) for name in rows[0]}
+
+    def _clearly_better(self, trials: Sequence[Trial], current: Trial) -> Trial:
+        best = min(trials, key=lambda trial: trial.loss)
+        gain, error = paired(current.losses, best.losses, self.objective.data)
         return best if gain > CLEAR * error else current
 
-    def _at_best_temperature(
-        self, settings: Sequence[tuple[float, float, float]], around: float, width: float = 1.0
-    ) -> list[Setting]:
-        # Return each setting (precision, pooling, exponent) at its best temperature. The search starts within a factor of e^width of
-        # `around`.
-        low, high = math.log(COLDEST), math.log(HOTTEST)
-        centres, rows = np.full(len(settings), math.log(around)), np.arange(len(settings))
-        for step in (
-            width / 2,
-            width / 6,
-            width / 18,
-        ):  # try five temperatures in each round, with ever smaller steps around the best one
+    def _at_best_temperature(self, candidates: Settings, around: float, width: float = 1.0) -> list[Trial]:
+        # Return each candidate at its best temperature. The search starts within a factor of e^width of `around`.
+        low = math.log(COLDEST)
+        high = math.log(HOTTEST)
+        rows = np.arange(len(candidates))
+        centres = np.full(len(candidates), math.log(around))
+        # Try five temperatures in each round, with ever smaller steps around the best temperature.
+        for step in (width / 2, width / 6, width / 18):
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
-            losses = self._losses(settings, np.exp(logs))
+            losses = self._losses(candidates, np.exp(logs))
             prior = (np.minimum(logs, 0) / SHARPENING) ** 2 / (2 * losses.shape[2])
-            places = (losses.mean(2).numpy() + prior).argmin(1)
-            centres = logs[rows, places]
-        best = losses[torch.as_tensor(rows), torch.as_tensor(places)]
-        found = [
-            Setting(*setting, float(np.exp(log)), each)
-            for setting, log, each in zip(settings, centres, best, strict=True)
-        ]
-        self.tried += found
-        return found
+            columns = (losses.mean(2).numpy() + prior).argmin(1)
+            centres = logs[rows, columns]
+        chosen = replace(candidates, temperature=torch.as_tensor(np.exp(centres)))
+        trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(columns)]
+        self.tried += trials
+        return trials
 
-    def _losses(self, settings: Sequence[tuple[float, float, float]], temperatures: np.ndarray) -> Tensor:
-        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent), each at its own t temperatures.
-        precision, pooling, exponent = (np.repeat(one, temperatures.shape[1]) for one in zip(*settings, strict=True))
-        found = scores(
-            self.posterior,
-            self.data,
-            precision=precision.tolist(),
-            temperature=temperatures.flatten().tolist(),
-            pooling=pooling.tolist(),
-            exponent=exponent.tolist(),
-            onset=self.onset,
-        )
-        return found["nll"].view(*temperatures.shape, -1)
+    def _losses(self, candidates: Settings, temperatures: np.ndarray) -> Tensor:
+        # Return the log losses (S, t, n) of S candidates, each at its own t temperatures.
+        repeated = candidates.repeated(temperatures.shape[1])
+        losses = self.objective.scores(replace(repeated, temperature=torch.as_tensor(temperatures).flatten()))["nll"]
+        return losses.view(*temperatures.shape, -1)
 
 
-def distance_onset(posterior: MoLA, data: HeldOut) -> float:
+def distance_onset(objective: Objective) -> float:
     """Return the distance, relative to the validation data's median, beyond which logits shrink."""
-    parts = [
-        posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
-        for rows, _ in data.chunks(4096)
-    ]
-    found = float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET))
-    return math.exp(max(0.0, found))  # the log quantile is negative if the features of most inputs are all 0
+    quantile = float(np.quantile(objective.log_distances().numpy(), ONSET))
+    return math.exp(max(0.0, quantile))  # the log quantile is negative if the features of most inputs are all 0
 
 
 def _notes(temperature: float) -> tuple[str, ...]:
@@ -269,10 +255,11 @@ def _notes(temperature: float) -> tuple[str, ...]:
 
 
 def _summary(
-    chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, budget: float, data: HeldOut
+    chosen: Trial, cautious: Trial, best: Trial, scaled: Trial, plain: Trial, budget: float, data: HeldOut
 ) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
-    if best is scaled and chosen.exponent == 0:
+    exponent = float(chosen.settings.exponent)
+    if best is scaled and exponent == 0:
         return (
             f"Nothing but temperature scaling clearly lowered the validation log loss, so the posterior equals the "
             f"temperature-scaled {ensemble}, apart from a covariance that barely changes the log loss (temperature "
@@ -283,21 +270,21 @@ def _summary(
         f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')}, "
         f"{_against(plain, chosen, data, f'plain {ensemble}')}"
     )
-    used = {"pooling": best.pooling < 1, "covariance": best.precision < NO_COVARIANCE}
+    used = {"pooling": float(best.settings.pooling) < 1, "covariance": best.has_covariance}
     gained = " and ".join(name for name in used if used[name])
     parts = [f"{gained.capitalize()} lowered the log loss by {scaled.loss - best.loss:.2g}."] if gained else []
-    if chosen.exponent > 0:
+    if exponent > 0:
         cost = cautious.loss - best.loss
         effect = "had no measurable effect on the log loss"
         if abs(cost) > TOO_SMALL * best.loss:
             raised = f"raised the log loss by {cost:.2g} (allowed: {budget:.2g})"
             effect = raised if cost > 0 else f"lowered the log loss by {-cost:.2g}"
-        parts.append(f"Caution far from the training data (distance exponent {chosen.exponent:.3g}) {effect}.")
+        parts.append(f"Caution far from the training data (distance exponent {exponent:.3g}) {effect}.")
     return f"The validation log loss is {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
 
-def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
-    gain, error = paired(other.losses, own.losses, data)
+def _against(other: Trial, chosen: Trial, data: HeldOut, name: str) -> str:
+    gain, error = paired(other.losses, chosen.losses, data)
     if abs(gain) <= TOO_SMALL * other.loss:
         return f"no measurable difference from the {name}"
     size = f"{abs(gain):.2g}{f' ± {error:.2g}' if math.isfinite(error) else ''} {'lower' if gain > 0 else 'higher'}"

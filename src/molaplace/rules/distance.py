@@ -5,19 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from molaplace.errors import OptionError, warn
+from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
 from molaplace.options import is_real, one_of
-from molaplace.rules.held_out import HeldOut
-from molaplace.rules.plain import PLAIN_RULES, Threshold
-from molaplace.rules.rule import Rule, Tuning, warned
-from molaplace.rules.scores import mean_scores
+from molaplace.rules.evidence import Evidence
+from molaplace.rules.objective import Objective
+from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.score import Score
 from molaplace.rules.search import Scored
+from molaplace.rules.threshold import Threshold
 
-if TYPE_CHECKING:
-    from molaplace.posterior import MoLA
+PLAIN_RULES: dict[str, Rule] = {
+    "threshold": Threshold(),
+    "nll": Score("nll"),
+    "brier": Score("brier"),
+    "ece": Score("ece"),
+    "crps": Score("crps"),
+    "evidence": Evidence(),
+}
+"""Rules that may come first, by name."""
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Distance exponents tried first. The search then refines the interval in which a limit is first exceeded."""
@@ -75,25 +83,23 @@ class Distance(Rule):
         """Return True for every likelihood. For regression, the rule multiplies standard deviations instead of dividing logits."""
         return True
 
-    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
+    def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision, temperature and distance exponent."""
-        if not posterior.has_distances:
-            raise OptionError(f"'distance': {posterior.why_no_distances()}", argument="rule")
+        likelihood = objective.likelihood
+        if not objective.distances:
+            raise OptionError(f"'distance': {objective.why_no_distances}", argument="rule")
         first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
-        if not getattr(first, "applies_to", lambda _: True)(posterior.likelihood):
-            raise OptionError(
-                f"{self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.", argument="rule"
-            )
-        base = first(posterior, data if getattr(first, "needs_data", True) else None)
-        start = posterior.tuned(base)
+        if not getattr(first, "applies_to", lambda _: True)(likelihood):
+            raise OptionError(f"{self.rule!r} does not apply to likelihood {likelihood.name!r}.", argument="rule")
+        base = first(objective if getattr(first, "needs_data", True) else replace(objective, held_out=None))
+        scaled = objective.with_noise(base.noise_factors)
 
         def evaluate(exponents: Sequence[float]) -> Scored:
-            settings = {"temperature": base.temperature, "pooling": base.pooling, "onset": base.onset}
-            return mean_scores(start, data, exponent=exponents, **settings)
+            return scaled.mean_scores(base.settings.candidates(exponent=exponents))
 
         plain = {name: float(values[0]) for name, values in evaluate([0.0]).items()}
-        if posterior.likelihood.classification:
-            meets, limit, notes = self._limits(posterior, data, plain)
+        if likelihood.classification:
+            meets, limit, notes = self._limits(objective, plain)
             chosen, tried = _largest_exponent(evaluate, meets, EXPONENTS, FINEST)
             summary = _summary(tried, chosen, limit)
         else:
@@ -104,39 +110,39 @@ class Distance(Rule):
                     argument="price",
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
-            most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
-            limit, notes = f"log loss per output at most {price:.4g} nats higher", ()
-            chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
+            largest = plain["nll"] + price * likelihood.num_uncertain(objective.data.outputs[0].shape[1])
+            limit = f"log loss per output at most {price:.4g} nats higher"
+            notes = ()
+            chosen, tried = _largest_exponent(evaluate, lambda scores: scores["nll"] <= largest, GROWTHS, 1 / 256)
             summary = _regression_summary(tried, chosen)
         if chosen == 0:
             warn(summary)
-        order = sorted(tried)
+        exponents = sorted(tried)
+        curve = {name: tuple(tried[exponent][name] for exponent in exponents) for name in plain}
         return replace(
             base,
             rule=f"Distance: {limit}, after {base.rule}",
+            settings=replace(base.settings, exponent=chosen),
             summary=summary,
-            notes=(*base.notes, *notes, *_notes(posterior)),
-            curve={"distance_exponent": tuple(order)}
-            | {name: tuple(tried[one][name] for one in order) for name in plain},
-            distance_exponent=chosen,
+            notes=(*base.notes, *notes, *_notes(objective)),
+            curve={"distance_exponent": tuple(exponents)} | curve,
         )
 
     def _limits(
-        self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
+        self, objective: Objective, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
         # Return the condition under which an exponent is accepted, a description of that condition, and any notes.
         if is_real(self.price):
             price = float(self.price or 0)
-            most = plain["nll"] * (1 + price)
-            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss", ()
-        target, _, notes = Threshold().target(data)
+            largest = plain["nll"] * (1 + price)
+            return lambda scores: scores["nll"] <= largest, f"at most {100 * price:.4g} % more log loss", ()
+        target, _, notes = Threshold().target(objective.data)
         if self.price is None:
-            words = f"mean confidence at the paper's threshold, {target:.2%}"
-            return lambda row: row["confidence"] >= target, words, notes
-        paper = Threshold()(posterior, data)
-        loss = float(mean_scores(posterior, data, precision=paper.prior_precision[:1])["nll"][0])
-        words = f"log loss at most that of the paper's rule, and mean confidence at least {target:.2%}"
-        return lambda row: row["confidence"] >= target and row["nll"] <= loss, words, notes
+            limit = f"mean confidence at the paper's threshold, {target:.2%}"
+            return lambda scores: scores["confidence"] >= target, limit, notes
+        loss = float(objective.mean_scores(Threshold()(objective).settings)["nll"][0])
+        limit = f"log loss at most that of the paper's rule, and mean confidence at least {target:.2%}"
+        return lambda scores: scores["confidence"] >= target and scores["nll"] <= loss, limit, notes
 
 
 def _largest_exponent(
@@ -147,26 +153,24 @@ def _largest_exponent(
 ) -> tuple[float, dict[float, dict[str, float]]]:
     """Return the largest exponent that, like all smaller candidates, meets the limits (0 if there is none), and all scores."""
     tried: dict[float, dict[str, float]] = {}
-    new = list(first)
+    candidates = list(first)
     while True:
-        found = evaluate(new)
-        for place, one in enumerate(new):
-            tried[one] = {name: float(values[place]) for name, values in found.items()}
-        order = sorted(tried)
-        last = 0.0
-        for one in order:
-            if not meets(tried[one]):
-                break
-            last = one
-        above = [one for one in order if one > last]
-        if not above or above[0] - last <= finest or not meets(tried[0.0]):
-            return last, tried
-        step = max(finest, (above[0] - last) / 8)
-        new = [last + step * part for part in range(1, round((above[0] - last) / step))]
+        scores = evaluate(candidates)
+        for index, exponent in enumerate(candidates):
+            tried[exponent] = {name: float(values[index]) for name, values in scores.items()}
+        failing = [exponent for exponent in sorted(tried) if not meets(tried[exponent])]
+        if not failing:
+            return max(tried), tried
+        largest = max((exponent for exponent in tried if exponent < failing[0]), default=0.0)
+        if failing[0] == 0 or failing[0] - largest <= finest:
+            return largest, tried
+        step = max(finest, (failing[0] - largest) / 8)
+        candidates = [largest + step * part for part in range(1, round((failing[0] - largest) / step))]
 
 
 def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) -> str:
-    plain, now = tried[0.0], tried[chosen]
+    plain = tried[0.0]
+    now = tried[chosen]
     if chosen == 0:
         return (
             f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). At exponent 0, the mean "
@@ -194,20 +198,21 @@ def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> 
     )
 
 
-def _notes(posterior: MoLA) -> tuple[str, ...]:
-    reference = posterior.scaling.reference
-    assert reference is not None
-    distances = [one.layer.distance for one in posterior.components if one.layer and one.layer.distance]
+def _notes(objective: Objective) -> tuple[str, ...]:
+    distances = objective.distances
+    assert objective.reference is not None
     notes = []
-    if not all(one.known for one in distances):
+    if not all(distance.known for distance in distances):
         notes.append(
             warned(
                 "the training features of at least one network do not vary within classes, so its distances are all set to 1."
             )
         )
     else:
-        pairs = zip(reference.scales, distances, strict=True)
-        logs = [math.log(max(scale.distance, 1e-300) / max(one.training_distance, 1e-300)) for scale, one in pairs]
+        pairs = zip(objective.reference.scales, distances, strict=True)
+        logs = [
+            math.log(max(scale.distance, 1e-300) / max(distance.training_distance, 1e-300)) for scale, distance in pairs
+        ]
         ratio = math.exp(sum(logs) / len(logs))
         if ratio > FAR:
             notes.append(
@@ -217,7 +222,7 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
                     f"data."
                 )
             )
-    if any(one.num_predicted for one in distances):
+    if any(distance.num_predicted for distance in distances):
         notes.append(
             "the training data had no labels, so distances are measured from the classes that the networks predict."
         )

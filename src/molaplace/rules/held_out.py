@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.distributed import Team
-from molaplace.errors import DataError, warn
+from molaplace.errors import DataError, warn, warned
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
 from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, stream
+from molaplace.numerics import to_float64
 from molaplace.rules.class_order import check_class_order, check_label_order
-from molaplace.rules.rule import warned
-from molaplace.scaling import FeatureScale, Reference
+from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
 
 POSITIONS_KEPT = 256
@@ -45,12 +45,12 @@ NO_SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Features, outputs and labels of held-out data, in float64 on the CPU."""
+    """Features, outputs and labels of held-out data, on the CPU."""
 
     phi: Sequence[Tensor]
-    """Features (n, P) of each network, including the constant 1 if the head has a bias."""
+    """Features (n, P) of each network, including the constant 1 if the head has a bias, in the network's precision."""
     outputs: Sequence[Tensor]
-    """Outputs (n, C) of each network."""
+    """Outputs (n, C) of each network, in float64."""
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
@@ -64,12 +64,18 @@ class HeldOut:
         return len(self.outputs[0])
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield the features and outputs of every network, and the labels, at most `size` rows at a time."""
+        """Yield the features and outputs of every network in float64, and the labels, at most `size` rows at a time."""
         size = max(1, size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield Rows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
+            yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs]), labels
+
+    def checked(self, *, labelled: bool | None) -> HeldOut:
+        """Return these data; raise `DataError` if labels are required but missing."""
+        if labelled and self.labels is None:
+            raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {self.where}")
+        return self
 
     def gather(self, rows: Tensor | None) -> Tensor:
         """Return the rows of all processes, in order of rank."""
@@ -161,7 +167,7 @@ class HeldOut:
         scales = []
         for distance, phi in zip(distances, self.phi, strict=True):
             assert distance is not None
-            parts = [distance.logs(some) for some in torch.split(phi, 4096)]
+            parts = [distance.logs(to_float64(rows)) for rows in torch.split(phi, 4096)]
             rows = torch.stack([torch.cat([part[field] for part in parts]) for field in (0, 1)], 1) if parts else None
             logs = self.gather(rows).numpy()
             median = max(math.exp(np.quantile(logs[:, 0], 0.5)), COPIES * distance.training_distance)
@@ -239,7 +245,8 @@ def read_held_out(
             for rows in batch.chunks():
                 for index in range(len(networks)):
                     # Copy the tensors, because the network may reuse their memory for the next batch.
-                    phi[index].append(rows.phi[index].cpu().clone())
+                    precision = batch.networks[index].features.dtype
+                    phi[index].append(rows.phi[index].cpu().to(precision, copy=True))
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())

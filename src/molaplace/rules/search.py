@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
-from molaplace.errors import OptionError
-from molaplace.rules.held_out import HeldOut
-from molaplace.rules.rule import warned
-from molaplace.rules.scores import mean_scores
-
-if TYPE_CHECKING:
-    from molaplace.posterior import MoLA
+from molaplace.errors import OptionError, warned
 
 Scored = dict[str, Tensor]
 Evaluate: TypeAlias = "Callable[[Sequence[float]], Scored]"
@@ -165,8 +159,3 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
             two = left + ratio * (right - left)
             value_two = objective(two)
     return (left + right) / 2
-
-
-def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
-    """Return a function that maps prior precisions to the mean scores of a mixture on held-out data."""
-    return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)

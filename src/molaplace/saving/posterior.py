@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, LastLayer
 from molaplace.errors import StorageError
+from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
 from molaplace.network import Head, evaluating, head_by_name, state_checksum
@@ -21,7 +22,7 @@ from molaplace.rules import Tuning
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from molaplace.saving.schema import Optional, check
-from molaplace.scaling import LogitScaling, Reference
+from molaplace.settings import Reference, Settings
 from molaplace.structures import STRUCTURES, Structure
 from molaplace.structures.distance import distance_sums
 from molaplace.sums import Sums
@@ -29,25 +30,24 @@ from molaplace.weights import check_weights
 
 KIND = "posterior"
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
-SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
 HEAD = {"name": str, "every_position": bool, "dense_axes": int, "ignore_index": float, "outputs": int, "width": int}
+SETTINGS = {name: [float] if name == "prior_precision" else float for name in Settings((1.0,)).as_json()}
 TUNING = {
     **dict.fromkeys(("rule", "summary"), str),
-    **{name: [float] for name in ("prior_precision", "noise_factors")},
-    **dict.fromkeys(("temperature", "pooling", "distance_exponent", "onset"), float),
-    **{"notes": [str], "curve": {str: [float]}},
+    **{"settings": SETTINGS, "noise_factors": [float], "notes": [str], "curve": {str: [float]}},
 }
 MIXTURE = {
     "link": {"name": str},
     "weighting": str,
     "weights": [float],
-    "scaling": SCALING,
+    "settings": SETTINGS,
+    "reference": Optional(REFERENCE),
     "tuning": Optional(TUNING),
 }
 SCHEMA = {
     "structure": {"name": str},
     **MIXTURE,
-    "components": [{"network": str, "head": HEAD, "prior_precision": float, "likelihood": {"name": str}, **SUMS[0]}],
+    "components": [{"network": str, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
 }
 
 
@@ -76,26 +76,23 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def pack_components(
-    posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
+    posterior: LaplaceMixture, part: Callable[[int, Component, LastLayer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a posterior, without its structure, as JSON and tensors. `part` provides additional entries for each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     entries, tensors = pack_sums([layer.sums for layer in layers])
-    scaling = posterior.scaling
-    reference = None if scaling.reference is None else scaling.reference.as_json()
     document = {
         "link": describe(posterior.link, LINKS, "link"),
         "weighting": posterior.weighting,
         "weights": posterior.weights.tolist(),
-        "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
+        "settings": posterior.settings.as_json(),
+        "reference": None if posterior.reference is None else posterior.reference.as_json(),
         "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
     }
     with evaluating(*posterior.networks):
         parts = [
-            {"network": state_checksum(one.network), "prior_precision": one.prior_precision}
-            | part(index, one, layers[index])
-            | entries[index]
-            for index, one in enumerate(posterior.components)
+            {"network": state_checksum(component.network)} | part(index, component, layers[index]) | entries[index]
+            for index, component in enumerate(posterior.components)
         ]
     return {**document, "components": parts}, tensors
 
@@ -117,8 +114,8 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
                 head = replace(head_by_name(network, saved["name"]), **options)
                 _check_sums(index, sums, _shapes(structure, likelihood, head, sums.tensors))
                 layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
-                components.append(Component(network, head, layer, parts[index]["prior_precision"], likelihood))
-        return MoLA(*unpack_mixture(document, components))
+                components.append(Component(network, head, layer, likelihood))
+        return MoLA(components, **unpack_mixture(document, len(components)))
     except (TypeError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
@@ -155,25 +152,28 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
             )
 
 
-def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """Return the arguments needed to construct a `MoLA` from rebuilt components."""
-    count, scaling = len(components), dict(document["scaling"])
-    weights = check_weights(document["weights"], count)
-    if scaling["reference"] is not None:
-        scales, score, energies = (scaling["reference"][name] for name in REFERENCE)
+def unpack_mixture(document: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the arguments, except the `count` components, with which a mixture is constructed."""
+    reference = document["reference"]
+    if reference is not None:
+        scales, score, energies = (reference[name] for name in REFERENCE)
         lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
         if lengths != (count, count, 3) or any(len(pair) != 2 for pair in [*scales, *(score or ())]):
             raise StorageError(
                 f"the saved reference distances do not match {counted(count, 'component')}. Save the posterior again."
             )
-        scaling["reference"] = Reference.from_json(scaling["reference"])
-    return (
-        components,
-        rebuild(document["link"], LINKS, "link"),
-        weights if document["weighting"] == "given" else document["weighting"],
-        None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
-        LogitScaling(**scaling),
-    )
+    if len(document["settings"]["prior_precision"]) != count:
+        raise StorageError(
+            f"the saved prior precisions do not match {counted(count, 'component')}. Save the posterior again."
+        )
+    weights = check_weights(document["weights"], count)
+    return {
+        "settings": Settings.from_json(document["settings"]),
+        "link": rebuild(document["link"], LINKS, "link"),
+        "weights": weights if document["weighting"] == "given" else document["weighting"],
+        "reference": None if reference is None else Reference.from_json(reference),
+        "tuning": None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
+    }
 
 
 def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ eigenvalue being zero. *Centred* variances and covariances exclude the hidden di
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -26,14 +25,10 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from molaplace.errors import OptionError, StructureTooLargeError
+from molaplace.errors import StructureTooLargeError
 from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator
 from molaplace.sums import Sums
-
-SMALLEST = 1e-30
-LARGEST = 1e30
-"""Smallest and largest allowed prior precisions."""
 
 OUTLIER_RIDGE = 1e-10
 """Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. The ridge leaves
@@ -42,21 +37,6 @@ infinite."""
 
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
-
-
-def check_precision(value: float) -> float:
-    """Return a prior precision as a float; raise `OptionError` if it is not a number in the allowed range."""
-    try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if not SMALLEST <= number <= LARGEST:
-        raise OptionError(
-            f"must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
-            f"Gaussian prior. For predictions without covariance, use mola.ensemble.",
-            argument="prior_precision",
-        )
-    return number
 
 
 class Structure(ABC):
@@ -190,6 +170,8 @@ class Spread:
     precision: Precision
     divisor: float | Tensor = 1.0
     """Divisor s of the logits: either 1 or a tensor (..., n, 1)."""
+    variances: Tensor | None = None
+    """Variances (n, C) of the logits before division, if they have been computed (`with_variances`)."""
 
     @property
     def _column(self) -> float | Tensor:
@@ -197,12 +179,18 @@ class Spread:
 
     def variance(self, *, centred: bool = False) -> Tensor:
         """Return the variance (..., n, C) of each logit."""
+        if self.variances is not None and not centred:
+            return self.variances / self.divisor**2
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
         # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
         # 1000 classes, computing the variances takes most of the time.
         precisions, indices = torch.unique(self.precision, return_inverse=True)
         return self.curvature.variance(self.phi, precisions, centred=centred)[indices] / self.divisor**2
+
+    def with_variances(self) -> Spread:
+        """Return the spread with its variances computed, for callers that read them several times."""
+        return replace(self, variances=replace(self, divisor=1.0).variance())
 
     def covariance(self, *, centred: bool = False) -> Tensor:
         """Return the covariance (..., n, C, C) of the logits for a single prior precision."""

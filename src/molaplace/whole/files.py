@@ -27,7 +27,7 @@ from molaplace.whole.structures import NAMES, WholeStructure
 KIND = "whole-posterior"
 CHOSEN = "chosen"  # name of the tensor that holds the indices of a subnetwork's weights; all other tensors are sums
 BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
-COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
+COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
@@ -66,7 +66,7 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
             _component(network, part, document["structure"], own)
             for network, part, own in zip(models, parts, sums, strict=True)
         ]
-        return WholeMoLA(*unpack_mixture(document, components))
+        return WholeMoLA(components, **unpack_mixture(document, len(components)))
     except StorageError:
         raise
     except (OptionError, KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -87,7 +87,7 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
             f"{damaged or 'the count'} is damaged: expected finite float64 sums over at least one datum. Save the posterior again."
         )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
-    component = make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)
+    component = make_component(network, structure, sums, CATEGORICAL)
     layer: Any = component.require_layer("loading")
     if layer.curvature.values.shape != layer.weights.shape:
         raise StorageError(

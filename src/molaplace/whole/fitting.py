@@ -33,7 +33,8 @@ from molaplace.network import (
 )
 from molaplace.options import one_of
 from molaplace.rules import Rule, as_rule
-from molaplace.structures.base import check_precision, check_size
+from molaplace.settings import Settings
+from molaplace.structures.base import check_size
 from molaplace.sums import Sums
 from molaplace.weights import check_weighting
 from molaplace.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
@@ -91,7 +92,7 @@ def fit(
     models = as_networks(networks)
     name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
     weighting = check_weighting(weights, len(models))
-    precisions = [check_precision(value) for value in per_component(prior_precision, len(models), "prior_precision")]
+    settings = Settings(tuple(per_component(prior_precision, len(models), "prior_precision")))
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
@@ -124,9 +125,9 @@ def fit(
             ]
             batches = iter(train_loader)
         sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
-        parts = zip(models, structures, sums, precisions, strict=True)
+        parts = zip(models, structures, sums, strict=True)
         components = [make_component(*part, meaning) for part in parts]
-    posterior = WholeMoLA(components, chosen_link, weighting)
+    posterior = WholeMoLA(components, settings, link=chosen_link, weights=weighting)
     if val_loader is None and rule is None:
         return posterior
     return posterior.tune(val_loader, rule=rule, progress=progress, team=team)

@@ -1,6 +1,6 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
-A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
+The features of a `WholeMoLA` are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
 instead. A search computes the Jacobians of a few data points at a time and uses them to evaluate all candidates.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,20 @@ from torch.utils._pytree import tree_map
 
 from molaplace.component import Component, LastLayer
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError, located
+from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationLikelihood, Likelihood
-from molaplace.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
-from molaplace.outliers import MAX_PROBABILITY, max_probability_score
-from molaplace.posterior import MoLA
+from molaplace.network import (
+    Captured,
+    Inputs,
+    Rows,
+    as_batch,
+    capture_all,
+    check_finite,
+    check_loader,
+    check_logits,
+    evaluating,
+)
 from molaplace.prediction import Prediction
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.sums import Sums
@@ -52,12 +61,10 @@ def structure_of(component: Component) -> WholeStructure:
     return layer.structure
 
 
-def make_component(
-    network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
-) -> Component:
+def make_component(network: nn.Module, structure: WholeStructure, sums: Sums, likelihood: Likelihood) -> Component:
     """Build the component for one network from its curvature sums."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
-    return Component(network, None, layer, prior_precision, likelihood)
+    return Component(network, None, layer, likelihood)
 
 
 @dataclass(frozen=True)
@@ -95,13 +102,16 @@ class HeldInputs(HeldOut):
             for first in range(0, count, size):
                 part = slice(first, min(first + size, count))
                 whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
-                outputs = [one[whole] for one in self.outputs]
-                rows = [coordinates(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
-                yield Rows(rows, outputs), None if self.labels is None else self.labels[whole]
+                outputs = [values[whole] for values in self.outputs]
+                pairs = zip(self.components, outputs, strict=True)
+                yield (
+                    Rows([coordinates(component, some, logits) for component, logits in pairs], outputs),
+                    None if self.labels is None else self.labels[whole],
+                )
             start += count
 
 
-class WholeMoLA(MoLA):
+class WholeMoLA(LaplaceMixture):
     """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit` and `mola.whole.load`.
 
     The networks are linearised around their trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
@@ -113,57 +123,63 @@ class WholeMoLA(MoLA):
         """Number of uncertain weights in each network."""
         return tuple(component.require_layer("a size").weights.numel() for component in self.components)
 
-    def _most(self) -> int:
-        structures = [structure_of(one) for one in self.components]
-        return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
-
     def why_no_distances(self) -> str:
-        """Explain why this posterior provides no distances."""
+        """Return a message that explains why there are no distances from the training data."""
         return "a posterior over whole networks provides no distances from the training data. Use mola.fit, which computes distances."
+
+    def _data_at_once(self) -> int:
+        # Return the largest number of data points whose Jacobians are in memory at once.
+        structures = [structure_of(component) for component in self.components]
+        smallest = min(structure.layout.data_at_once(structure.outputs) for structure in structures)
+        return max(1, smallest // len(structures))
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def capture(self, inputs: Inputs) -> list[Captured]:
+    def capture(self, inputs: Inputs) -> Sequence[Captured]:
         """Run every network once, and store the inputs together with the outputs."""
-        captured, most = super().capture(inputs), self._most()
+        with evaluating(*self.networks), torch.no_grad():
+            captured = capture_all(self.networks, [None] * len(self.networks), inputs, self.likelihood)
+        most = self._data_at_once()
         return [
-            CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)
-            for one, component in zip(captured, self.components, strict=True)
+            CapturedInputs(
+                network_pass.features, network_pass.outputs, network_pass.layout, None, inputs, component, most
+            )
+            for network_pass, component in zip(captured, self.components, strict=True)
         ]
 
-    @property
-    def ood_score_name(self) -> str:
-        """Name of the outlier score."""
-        return MAX_PROBABILITY
+    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        """Predict one batch. Error messages refer to the batch as `place`."""
+        likelihood = self.likelihood
+        assert isinstance(likelihood, ClassificationLikelihood)
+        with located(place):
+            captured = self.capture(inputs)
+            for index, (network, network_pass) in enumerate(zip(self.networks, captured, strict=True)):
+                with located(f"networks[{index}]"):
+                    outputs = network_pass.outputs.flatten(0, 1)
+                    check_finite(outputs[:, :0], outputs, range(len(outputs)))
+                    check_logits(network, inputs, outputs[:4096], likelihood)
 
-    def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
-        """Return the prediction for captured passes. All fields are computed together, because the Jacobians dominate the cost."""
-        assert isinstance(self.likelihood, ClassificationLikelihood)
-        found = []
-        for rows in self.chunks(captured):
-            probs = self.predictive(rows, seed).point()
-            found.append(
-                {
-                    "probs": probs,
-                    "mutual_information": self.mutual_information(rows, seed),
-                    "ood_score": max_probability_score(probs, self.likelihood),
-                    "logit_mean": torch.stack(list(rows.outputs)),
-                    "logit_variance": self.logit_variance(rows),
-                }
-            )
-        outputs = captured[0].outputs
-        kind, device = torch.promote_types(outputs.dtype, torch.float32), outputs.device
-        joined = {name: torch.cat([part[name] for part in found], int(name.startswith("logit"))) for name in found[0]}
-        fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
-        return Prediction(fields, likelihood=self.likelihood)
+        def compute(rows: Rows) -> dict[str, Tensor]:
+            members = self.members(rows)
+            distribution = likelihood.predictive(members, self.link, seed)
+            variances = [spread.variance() for spread in members.spreads if spread is not None]
+            return {
+                "probs": distribution.probs,
+                "mutual_information": distribution.entropy() * likelihood.epistemic_share(members, seed or 0),
+                "ood_score": distribution.outlier_score(),
+                "logit_mean": torch.stack(list(rows.outputs)),
+                "logit_variance": torch.stack(variances),
+            }
 
-    def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Raise `OptionError`, because the paper's far-field limit holds for last layers only."""
-        raise OptionError(
-            "the far-field limit holds only for last-layer posteriors, but this posterior covers all layers. Use mola.fit."
-        )
+        # All fields are computed together, because the Jacobians dominate the cost.
+        fields: dict[str, Any] = dict(self._by_rows(captured, compute))
+        return Prediction(fields, likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
+
+    def reference_on(self, data: HeldOut) -> None:
+        """Return None, because there are no distances."""
+        return
 
     def read(
         self,
@@ -176,28 +192,29 @@ class WholeMoLA(MoLA):
     ) -> HeldOut:
         """Run the networks once on each batch of a loader, and keep the inputs, outputs and labels."""
         if isinstance(loader, HeldOut):
-            return super().read(loader, where, labelled=labelled)
+            return loader.checked(labelled=labelled)
         check_loader(loader, where)
-        kept: list[tuple[Inputs, int]] = []
+        batches: list[tuple[Inputs, int]] = []
 
         def remembered() -> Iterator[Any]:
             for index, raw in enumerate(loader):
                 batch = as_batch(raw, f"batch {index} of the {where}")
                 # Copy the inputs, because a loader may reuse their memory for the next batch.
                 copies = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch.inputs)
-                kept.append((copies, size_of(copies)))
+                batches.append((copies, size_of(copies)))
                 yield raw
 
         heads = [None] * len(self.components)
         options: dict[str, Any] = {"where": where, "labelled": labelled, "progress": progress, "team": team}
         data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
-        if sum(size for _, size in kept) != len(data):
+        count = sum(size for _, size in batches)
+        if count != len(data):
             raise DataError(
-                f"expected one row of logits for each datum, got {len(data)} rows for {sum(size for _, size in kept)} "
-                f"data. The first dimension of every input must be the batch dimension.",
+                f"expected one row of logits for each datum, got {len(data)} rows for {count} data. The first dimension of every "
+                f"input must be the batch dimension.",
                 place=f"the {where}",
             )
-        return HeldInputs(**vars(data), batches=kept, components=self.components, most=self._most())
+        return HeldInputs(**vars(data), batches=batches, components=self.components, most=self._data_at_once())
 
     # --- files ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,582 @@
+"""The base of every mixture of Laplace approximations: its settings, weights, predictions, tuning and stacking.
+
+Mixtures are never changed in place: `tune`, `reweight` and `with_*` return new mixtures that share the networks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.component import Component, per_component
+from molaplace.distributed import Team
+from molaplace.errors import OptionError
+from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
+from molaplace.links import Link, as_link
+from molaplace.network import Captured, Inputs, Rows, one_batch
+from molaplace.numerics import check_generator, seed_from
+from molaplace.options import counted, whole_number
+from molaplace.prediction import Prediction, RegressionPrediction
+from molaplace.predictor import Predictor
+from molaplace.rules import Rule, Tuning, as_rule
+from molaplace.rules.held_out import HeldOut
+from molaplace.rules.objective import Objective
+from molaplace.settings import FeatureScale, Reference, Settings
+from molaplace.structures.base import Spread
+from molaplace.structures.distance import ClassDistance
+from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
+
+ROW_VALUES = 2**21
+"""Largest number of values per component in one chunk of rows (16 MB in float64)."""
+
+AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
+"""For each result, the axis that indexes the rows; results with axis 1 have one entry for each component along axis 0."""
+
+WIDE = ("component_variance", "component_noise")
+"""Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
+
+
+class WeightSamples(NamedTuple):
+    """Weights drawn from the mixture."""
+
+    weights: Tensor | list[Tensor]
+    """Weights (S, C, P), with the bias as the last column, or a list of S tensors (C, P) if the networks have different widths."""
+    component: Tensor
+    """Index (S,) of the component that each draw comes from."""
+
+
+class LaplaceMixture(Predictor):
+    """A mixture of Laplace approximations. Calling it returns probabilities (n, C) or, for regression, means (n, D).
+
+    Args:
+        components: networks with their Laplace approximations.
+        settings: prior precision of each component, temperature, pooling coefficient and distance exponent; by default, neutral
+            settings with a prior precision of 1.
+        link: map from logits to probabilities, given as a name or a `Link`.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        reference: typical distances of the validation data; by default, estimates from the training data.
+        tuning: result of the rule that chose the settings, or None if no rule was used.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[Component],
+        settings: Settings | None = None,
+        *,
+        link: str | Link = "probit",
+        weights: str | Sequence[float] | Tensor = "uniform",
+        reference: Reference | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        super().__init__()
+        count = len(components)
+        self.components: tuple[Component, ...] = tuple(components)
+        for index, component in enumerate(components):
+            self.add_module(f"component_{index}", component)
+        self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
+        """The trained networks."""
+        self.likelihood = components[0].likelihood
+        self.likelihoods: tuple[Likelihood, ...] = tuple(component.likelihood for component in components)
+        """Likelihood of each component. In regression, the noise may differ between components."""
+        self.settings: Settings = Settings((1.0,) * count) if settings is None else settings
+        """Prior precision, temperature, pooling coefficient, distance exponent and onset."""
+        self.link: Link = as_link(link, self.likelihood)
+        self.tuning: Tuning | None = tuning
+        self.reference: Reference | None = self._training_reference() if reference is None else reference
+        """Typical distances, feature norms and outlier scores, or None if there are no distances."""
+        if self.settings.uses_distance and not self.has_distances:
+            raise OptionError(self.why_no_distances())
+        weighting = check_weighting(weights, count)
+        self.weighting: str = weighting if isinstance(weighting, str) else "given"
+        """How the weights are chosen: "uniform", "evidence" or "given"."""
+        if isinstance(weighting, Tensor):
+            self.weights = weighting
+        else:
+            self.weights = uniform_weights(count) if weighting == "uniform" else self._weights_at(self.settings)
+
+    def _training_reference(self) -> Reference | None:
+        distances = self.distances
+        scales = tuple(FeatureScale(distance.training_distance, distance.training_norm) for distance in distances)
+        return Reference(scales) if scales else None
+
+    # --- properties -------------------------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> tuple[float, ...]:
+        """Prior precision of each component."""
+        return tuple(float(precision) for precision in self.settings.precisions)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature T, which divides all logits (T < 1 sharpens) or, in regression, multiplies the standard deviations."""
+        return float(self.settings.temperature)
+
+    @property
+    def pooling(self) -> float:
+        """Pooling coefficient c, which contracts the networks' logits towards their mean (1: mix probabilities; 0: average logits)."""
+        return float(self.settings.pooling)
+
+    @property
+    def distance_exponent(self) -> float:
+        """Distance exponent gamma. Larger values shrink logits faster with distance from the training classes; 0 has no effect."""
+        return float(self.settings.exponent)
+
+    @property
+    def structure(self) -> str | None:
+        """Name of the curvature structure, or None for a plain ensemble."""
+        layer = self.components[0].layer
+        return None if layer is None else layer.structure.name
+
+    @property
+    def distances(self) -> tuple[ClassDistance, ...]:
+        """Each network's distances from the training classes; empty if the mixture cannot compute them."""
+        distances = [component.layer.distance for component in self.components if component.layer is not None]
+        known = tuple(distance for distance in distances if distance is not None)
+        return known if len(known) == len(self.components) else ()
+
+    @property
+    def has_distances(self) -> bool:
+        """True if the posterior can compute distances from the training classes."""
+        return len(self.distances) > 0
+
+    @abstractmethod
+    def why_no_distances(self) -> str:
+        """Return a message that explains why there are no distances from the training data."""
+
+    @property
+    def noise(self) -> Tensor:
+        """Standard deviation (K, D) of the noise in the targets' units or, for heteroscedastic networks, the noise factor."""
+        rows = []
+        for component in self.components:
+            likelihood = component.likelihood
+            if not isinstance(likelihood, Gaussian):
+                raise OptionError(
+                    f"likelihood {likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
+                )
+            deviations: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
+            width = len(deviations) if component.layer is None else len(component.layer.weights)
+            rows.append(torch.tensor(deviations, dtype=torch.float64, device="cpu").expand(width).clone())
+        return torch.stack(rows)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
+        networks = f"{counted(len(self.networks), 'network')} ({kinds})"
+        weights = self.weighting
+        if weights != "uniform":
+            weights = f"{', '.join(f'{weight:.4g}' for weight in self.weights.tolist())} ({weights})"
+        layer = self.components[0].layer
+        if layer is None:
+            return f"MoLA(a plain ensemble of {networks}, without covariance, weights: {weights})"
+        lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
+        lines += [] if self.tuning is None else [f"  {self.tuning.summary}"]
+        lines.append(f"  structure: {self.structure}")
+        if self.likelihood.classification:
+            lines.append(f"  link: {self.link.name}")
+        elif isinstance(self.likelihood, Gaussian):
+            lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
+        lines.append(f"  prior precision: {_listed(self.prior_precision)}")
+        lines += [f"  {name.replace('_', ' ')}: {value:.4g}" for name, value in self.settings.changed().items()]
+        return "\n".join([*lines, f"  weights: {weights}", ")"])
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode of this module only. The networks keep their own modes, but always predict in evaluation mode."""
+        self.training = mode
+        return self
+
+    # --- predict ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def capture(self, inputs: Inputs) -> Sequence[Captured]:
+        """Run every network once and capture its features and outputs."""
+
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Return probabilities (n, C) or, for regression, means (n, D) for one batch.
+
+        Args:
+            inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
+            generator: source of random numbers for links that draw samples; by default, the link's seed is used.
+
+        Returns:
+            A tensor in the networks' precision, but at least float32. Dense outputs keep the layout of the logits.
+        """
+        captured = self.capture(one_batch(inputs))
+        seed = seed_from(generator)
+        return self._by_rows(captured, lambda rows: {"point": self.predictive(rows, seed=seed).point()})["point"]
+
+    def chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
+        """Yield the rows of captured forward passes in chunks of bounded size."""
+        widths = [pass_.features.shape[-1] + self.link.row_size(pass_.outputs.shape[-1]) for pass_ in captured]
+        size = max(1, ROW_VALUES // max(widths))
+        for pairs in zip(*(pass_.chunks(size) for pass_ in captured), strict=True):
+            yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs])
+
+    def _by_rows(self, captured: Sequence[Captured], compute: Callable[[Rows], dict[str, Tensor]]) -> dict[str, Tensor]:
+        # Return the named results of `compute` for all chunks of rows, in the layout of the outputs. Results are on the networks'
+        # device and in the networks' precision, but at least float32, except those in `WIDE`.
+        chunks = [compute(rows) for rows in self.chunks(captured)]
+        outputs = captured[0].outputs
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        results = {}
+        for name in chunks[0]:
+            axis = AXES.get(name, 0)
+            values = torch.cat([chunk[name] for chunk in chunks], dim=axis)
+            if name not in WIDE:
+                values = values.to(dtype).to(outputs.device)
+            restore = captured[0].layout.restore
+            results[name] = torch.stack([restore(part) for part in values]) if axis else restore(values)
+        return results
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the log distances (K, n) and the log norms (K, n) of the networks' features."""
+        pairs = []
+        for component, phi in zip(self.components, rows.phi, strict=True):
+            layer = component.on(phi.device)
+            if layer is None or layer.distance is None:
+                raise OptionError(self.why_no_distances())
+            pairs.append(layer.distance.logs(phi))
+        return torch.stack([distance for distance, _ in pairs]), torch.stack([norm for _, norm in pairs])
+
+    def log_distance(self, rows: Rows) -> Tensor:
+        """Return the mixture's log distance (n,), relative to the reference."""
+        assert self.reference is not None  # mixtures with distances have a reference
+        return self.reference.log_distance(self.log_distances(rows)[0], self.weights)
+
+    def spreads(self, rows: Rows, settings: Settings) -> list[Spread | None]:
+        """Return the spread of each network's logits at one setting or at the candidates of a search."""
+        if settings.without_covariance and not self.link.needs_covariance:
+            return [None] * len(
+                self.components
+            )  # the covariance vanishes, and computing it would take most of the time
+        triples = zip(self.components, rows.phi, settings.precisions, strict=True)
+        return [component.spread(phi, precision) for component, phi, precision in triples]
+
+    def divisors(
+        self, rows: Rows, settings: Settings, weights: Tensor, logs: tuple[Tensor, Tensor] | None = None
+    ) -> Sequence[Tensor]:
+        """Return the divisors of each network's logits; `logs` are the rows' `log_distances`, if they are known."""
+        like = rows.outputs[0]
+        if not settings.uses_distance:
+            return settings.divisors(like).unbind(-3)
+        assert self.reference is not None  # mixtures with distances have a reference
+        log_distances, log_norms = self.log_distances(rows) if logs is None else logs
+        log_excess = self.reference.log_excess(log_norms)
+        if not self.likelihood.classification:
+            log_excess = torch.zeros_like(log_excess)  # the variance grows with the features
+        return settings.divisors(like, self.reference.log_distance(log_distances, weights), log_excess).unbind(-3)
+
+    def members(
+        self,
+        rows: Rows,
+        settings: Settings | None = None,
+        weights: Tensor | None = None,
+        logs: tuple[Tensor, Tensor] | None = None,
+    ) -> Members:
+        """Return the mixture's members for the given rows. The formulas are given in `molaplace.settings`.
+
+        Args:
+            rows: features and outputs of each network.
+            settings: one setting or the candidates of a search; by default, the mixture's settings.
+            weights: mixture weights (K,); by default, the mixture's weights.
+            logs: the rows' `log_distances`, if they are known.
+        """
+        settings = self.settings if settings is None else settings
+        weights = self.weights if weights is None else weights
+        divisors = self.divisors(rows, settings, weights, logs)
+        spreads = self.spreads(rows, settings)
+        return Members(
+            rows.outputs, spreads, weights, divisors, settings.pooling, self.likelihoods, settings.temperature
+        )
+
+    def predictive(
+        self,
+        rows: Rows,
+        settings: Settings | None = None,
+        weights: Tensor | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Predictive:
+        """Return the predictive distribution for the given rows; the arguments have the same meaning as for `members`."""
+        return self.likelihood.predictive(self.members(rows, settings, weights), self.link, seed)
+
+    # --- new mixtures from this one ---------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """Return the arguments with which the mixture can be constructed again."""
+        return {
+            "components": self.components,
+            "settings": self.settings,
+            "link": self.link,
+            "weights": self.weights if self.weighting == "given" else self.weighting,
+            "reference": self.reference,
+            "tuning": self.tuning,
+        }
+
+    def with_parts(self, **changes: Any) -> Self:
+        """Return the mixture with some constructor arguments replaced; `tuning` becomes None unless it is given."""
+        return type(self)(**{**self.parts(), "tuning": None, **changes})
+
+    def with_prior_precision(self, prior_precision: float | Sequence[float] | Tensor) -> Self:
+        """Return the mixture with a different prior precision, given as one number or one number per component."""
+        for component in self.components:
+            component.require_layer("a prior precision")
+        values = per_component(prior_precision, len(self.components), "prior_precision")
+        return self.with_parts(settings=replace(self.settings, prior_precision=tuple(values)))
+
+    def with_temperature(self, temperature: float | Tensor) -> Self:
+        """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen predictions."""
+        return self.with_parts(settings=replace(self.settings, temperature=temperature))
+
+    def with_pooling(self, pooling: float | Tensor) -> Self:
+        """Return the mixture with a different pooling coefficient (1 mixes the networks' probabilities; 0 averages their logits)."""
+        return self.with_parts(settings=replace(self.settings, pooling=pooling))
+
+    def with_distance_exponent(self, exponent: float | Tensor, *, onset: float | None = None) -> Self:
+        """Return the mixture with a different distance exponent and, if `onset` is given, a different onset.
+
+        Args:
+            exponent: distance exponent gamma; at 0, distance has no effect.
+            onset: distance, relative to its median on the validation data, beyond which logits shrink; by default, unchanged.
+        """
+        unchanged = self.settings.onset
+        return self.with_parts(
+            settings=replace(self.settings, exponent=exponent, onset=unchanged if onset is None else onset)
+        )
+
+    def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
+        """Return the mixture with different weights: "uniform", "evidence", or K numbers that sum to 1."""
+        return self.with_parts(weights=weights)
+
+    def with_link(self, link: str | Link) -> Self:
+        """Return the mixture with a different link."""
+        return self.with_parts(link=link)
+
+    def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
+        """Return the regression posterior with a different noise level, which tuning rules then leave unchanged.
+
+        Args:
+            noise: standard deviation in the targets' units, given as one number, one number per output, or a table (K, D) with one row
+                per component. For heteroscedastic networks, the noise is a factor that multiplies the predicted standard deviation.
+        """
+        if not isinstance(self.likelihood, Gaussian):
+            raise OptionError(
+                f"likelihood {self.likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
+            )
+        given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
+        if given is None:
+            raise OptionError(
+                "must be one number, or one for each output; got None. To choose the noise automatically, use "
+                "posterior.tune(val_loader).",
+                argument="noise",
+            )
+        table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
+        rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
+        components = []
+        for component, row in zip(self.components, rows, strict=True):
+            likelihood = replace(component.likelihood, noise=row, estimated=False)  # type: ignore[type-var]
+            if component.layer is not None:
+                likelihood.deviation(len(component.layer.weights))  # type: ignore[attr-defined]
+            components.append(component.with_likelihood(likelihood))
+        return self.with_parts(components=components)
+
+    # --- tune -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def read(
+        self,
+        loader: Iterable[Any] | HeldOut,
+        where: str,
+        *,
+        labelled: bool | None,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> HeldOut:
+        """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged."""
+
+    def tune(
+        self,
+        val_loader: Iterable[Any] | HeldOut | None = None,
+        *,
+        rule: Rule | str | None = None,
+        progress: bool = True,
+        team: Team | None = None,
+    ) -> Self:
+        """Choose the prior precision. Some rules also choose the temperature, pooling and distance exponent; others reset them.
+
+        Args:
+            val_loader: validation data, which are read once; not needed for `mola.rules.Evidence`.
+            rule: the name of a rule, or an object from `mola.rules`; by default, the likelihood's default rule.
+            progress: whether to show a progress bar if stderr is a terminal.
+            team: processes that tune together. Each process reads its own shard.
+
+        Returns:
+            A new posterior, whose `tuning` attribute records the chosen settings.
+        """
+        for component in self.components:
+            component.require_layer("tuning")
+        chosen_rule = as_rule(rule, self.likelihood, val_loader)
+        start = self.with_parts(settings=Settings(self.prior_precision))
+        if self.weighting == "evidence" and getattr(chosen_rule, "fixes_weights", False):
+            start = start.with_weights(start.weights)
+        data = None
+        notes: tuple[str, ...] = ()
+        with torch.inference_mode(False), torch.no_grad():
+            if val_loader is not None:
+                needs_labels = True if getattr(chosen_rule, "needs_labels", True) else None
+                data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
+                data.check_labels()
+                reference = start.reference_on(data)
+                if reference is not None:
+                    notes = data.notes_on_norms(reference, self.distances)
+                    start = start.with_parts(reference=reference)
+            tuning = chosen_rule(start.objective(data))
+            tuning = replace(tuning, notes=(*tuning.notes, *notes))
+            if team is not None:
+                tuning = team.share(tuning)
+        return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
+
+    @abstractmethod
+    def reference_on(self, data: HeldOut) -> Reference | None:
+        """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
+
+    def objective(self, data: HeldOut | None) -> Objective:
+        """Return what a rule may know of this mixture and of the validation data."""
+
+        def predictive(settings: Settings) -> Callable[[Rows], Predictive]:
+            weights = self._weights_at(settings) if self.weighting == "evidence" else self.weights
+            return lambda rows: self.predictive(rows, settings, weights)
+
+        return Objective(
+            likelihood=self.likelihood,
+            settings=self.settings,
+            held_out=data,
+            predictive=predictive,
+            together=self.link.variance_only and self.weighting != "evidence",
+            row_size=1 if data is None else self.link.row_size(data.outputs[0].shape[1]),
+            log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
+            estimated_noise=all(
+                isinstance(likelihood, Gaussian) and likelihood.estimated for likelihood in self.likelihoods
+            ),
+            with_noise=lambda factors: self._scaled_noise(factors).objective(data),
+            read=lambda loader, where: self.read(
+                loader, where, labelled=False, team=None if data is None else data.team
+            ),
+            distances=self.distances,
+            why_no_distances="" if self.has_distances else self.why_no_distances(),
+            reference=self.reference,
+            log_distance=self.log_distance,
+        )
+
+    def _scaled_noise(self, factors: float | Sequence[float]) -> Self:
+        # Return the regression mixture with each component's noise multiplied by a factor.
+        if factors == ():
+            return self
+        values = per_component(factors, len(self.components), "noise_factors")
+        pairs = zip(self.components, values, strict=True)
+        return self.with_parts(components=[component.noise_scaled(factor) for component, factor in pairs])
+
+    def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
+        """Choose weights by stacking: maximise the mixture's log-likelihood on validation data.
+
+        With pooling or a distance exponent, the components' predictions depend on the weights, and the log-likelihood is not concave
+        in the weights. Predictions and weights are then updated alternately, starting once from the current weights and once from
+        uniform weights. The result is no worse than either starting point.
+
+        Args:
+            val_loader: labelled validation data, which are read once.
+            progress: whether to show a progress bar if stderr is a terminal.
+            team: processes that reweight together. Each process reads its own shard.
+        """
+        with torch.no_grad():
+            data = self.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
+            data.check_labels()
+
+            def evaluate(weights: Tensor) -> tuple[Tensor, float]:
+                posterior = self.with_weights(weights)
+                size = ROW_VALUES // max(phi.shape[1] + 1 for phi in data.phi)
+                chunks = [posterior._member_log_likelihoods(*chunk) for chunk in data.chunks(size)]
+                # `chunks` is empty if the shard of this process is empty.
+                logs = data.gather(torch.cat(chunks) if chunks else None)
+                best = logs.amax(1, keepdim=True)
+                relative = (logs - best).exp()
+                mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()
+                return relative, float((mixture + best.squeeze(1)).mean())
+
+            if self.settings.exponent == 0 and self.settings.pooling == 1:
+                weights = stacking_weights(evaluate(self.weights)[0])
+            else:
+                weights = stacking_in_turn(evaluate, [self.weights.cpu(), uniform_weights(len(self.components))])
+        shared = weights.tolist() if team is None else team.share(weights.tolist())
+        tuning = self.tuning
+        if tuning is not None:
+            tuning = replace(tuning, summary=f"{tuning.summary} Stacking then chose the weights.")
+        return self.with_parts(weights=shared, tuning=tuning)
+
+    def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:
+        # Return the log-likelihood (m, K) of each datum, or of each known label of multi-label data, under each component. The
+        # components are scaled and pooled as in the mixture.
+        assert labels is not None
+        likelihood = self.likelihood
+        if isinstance(likelihood, ClassificationLikelihood):
+            probs = likelihood.member_probabilities(self.members(rows), self.link)
+            members: list[Predictive] = [likelihood.distribution(member) for member in probs]
+        else:
+            mixture: Any = self.predictive(rows)
+            members = [mixture.component(index) for index in range(len(self.components))]
+        return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
+
+    # --- evidence and samples ---------------------------------------------------------------------------------------
+
+    def log_evidence(self) -> Tensor:
+        """Return the log marginal likelihood of the training labels under each component, of shape (K,)."""
+        return self._log_evidence_at(self.settings)
+
+    def _log_evidence_at(self, settings: Settings) -> Tensor:
+        with torch.no_grad():
+            values = [
+                component.log_evidence(torch.as_tensor(precision, dtype=torch.float64, device="cpu").squeeze())
+                for component, precision in zip(self.components, settings.precisions, strict=True)
+            ]
+        return torch.stack(values).cpu()
+
+    def _weights_at(self, settings: Settings) -> Tensor:
+        # Evidence weights depend on the prior precision; `settings` is one setting or a single candidate.
+        return evidence_weights(self._log_evidence_at(settings))
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
+        """Draw last-layer weights from the mixture: first a component according to its weight, then weights from its posterior.
+
+        Args:
+            n: number of draws.
+            generator: random number generator on the CPU; by default, torch's default generator.
+        """
+        count = whole_number(n, "n")
+        check_generator(generator)
+        layers = [component.require_layer("sampling weights") for component in self.components]
+        choice = torch.multinomial(self.weights, count, replacement=True, generator=generator)
+        weights: list[Tensor] = [torch.empty(0)] * count
+        for index, (layer, precision) in enumerate(zip(layers, self.prior_precision, strict=True)):
+            draws_of_layer = (choice == index).nonzero().flatten().tolist()
+            if draws_of_layer:
+                deviations = layer.curvature.sample(precision, len(draws_of_layer), generator)
+                for draw, deviation in zip(draws_of_layer, deviations, strict=True):
+                    weights[draw] = layer.weights + deviation
+        same_shape = len({draw.shape for draw in weights}) == 1
+        return WeightSamples(torch.stack(weights) if same_shape else weights, choice)
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save(self, directory: str | Path) -> Path:
+        """Save everything except the networks to a folder, and return the folder."""
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))

@@ -1,0 +1,118 @@
+"""The base of everything that predicts: posteriors, ensembles and mixtures of other predictors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from molaplace.distributed import Team
+from molaplace.errors import DataError, OptionError
+from molaplace.likelihoods import Likelihood
+from molaplace.network import Inputs, as_batch, batch_count, one_batch, peek
+from molaplace.numerics import seed_from
+from molaplace.prediction import Prediction, RegressionPrediction
+
+
+class Predictor(nn.Module, ABC):
+    """A module that maps inputs to probabilities (n, C) or, for regression, to means (n, D)."""
+
+    likelihood: Likelihood
+    """Likelihood of the predictions."""
+    weights: Tensor
+    """Mixture weights (K,)."""
+
+    @abstractmethod
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Return probabilities (n, C) or means (n, D) for one batch."""
+
+    @abstractmethod
+    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        """Predict one batch. Error messages refer to the batch as `place`."""
+
+    def predict_batches(
+        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
+    ) -> Iterator[Any]:
+        """Predict batch by batch, in bounded memory. The arguments have the same meaning as in `predict`."""
+        seed = seed_from(generator)
+        for place, batch in _batches(inputs, progress=progress):
+            yield self.predict_batch(batch, seed, place).cpu()
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> Any:
+        """Predict probabilities and uncertainty for one batch, or for all batches of a loader.
+
+        Args:
+            inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
+                positional arguments, or a mapping of their keyword arguments.
+            generator: source of random numbers for links that draw samples; by default, the link's seed is used.
+            progress: whether to show a progress bar if stderr is a terminal.
+            team: processes that predict together. Each process reads its own shard and returns the predictions of all processes,
+                ordered by rank.
+
+        Returns:
+            A `Prediction` or, for regression, a `RegressionPrediction`, in main memory. For a single batch, costly fields are computed
+            when the first of them is read.
+        """
+        seed = seed_from(generator)
+        kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
+        single_process = team is None or team.size == 1
+        if single_process and _is_batch(inputs):
+            return self.predict_batch(one_batch(inputs), seed, "the inputs").cpu()
+        parts = [
+            self.predict_batch(batch, seed, place).cpu().computed()
+            for place, batch in _batches(inputs, progress=progress, required=single_process)
+        ]
+        return kind.concatenate(parts) if team is None or single_process else kind.gather(parts, team)
+
+    def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
+        """Return probabilities (n, C) as a NumPy array. The inputs may be a NumPy array or anything that `predict` accepts."""
+        if not self.likelihood.classification:
+            raise OptionError(
+                "a regression model has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and "
+                "log_prob."
+            )
+        if isinstance(inputs, np.ndarray):
+            # Copy the array in native byte order, because torch accepts neither read-only arrays nor other byte orders.
+            native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
+            if native.dtype.kind not in "biufc":
+                raise DataError(
+                    f"expected a numeric array, got {native.dtype}. Convert it, for example with array.astype(float)."
+                )
+            inputs = torch.from_numpy(native)
+            parameter = next(self.parameters(), None)
+            if parameter is not None and inputs.is_floating_point():
+                inputs = inputs.to(parameter.dtype)
+        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
+
+
+def _is_batch(inputs: Any) -> bool:
+    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches.
+    return isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys")
+
+
+def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
+    if _is_batch(inputs):
+        yield "the inputs", one_batch(inputs)
+        return
+    if isinstance(inputs, np.ndarray):
+        raise DataError(
+            "expected a tensor, got a NumPy array. Use predict_proba(array), or predict(torch.from_numpy(array))."
+        )
+    # With several processes, the shard of this process may be empty.
+    batches = peek(inputs, "prediction loader")[1] if required else iter(inputs)
+    bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
+    for index, raw in enumerate(bar):
+        place = f"batch {index} of the prediction loader"
+        yield place, as_batch(raw, place).inputs

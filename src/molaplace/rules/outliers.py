@@ -1,0 +1,58 @@
+"""The rule that lowers confidence on given outliers, at the least cost in validation log loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from molaplace.errors import OptionError
+from molaplace.options import is_real
+from molaplace.rules.objective import Objective
+from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.scores import without_labels
+from molaplace.rules.search import PrecisionSearch, Scored
+
+
+@dataclass(frozen=True)
+class Outliers(Rule):
+    """The rule that minimises the validation log loss plus a penalty for confidence on outliers.
+
+    The penalty is the cross-entropy between the uniform distribution and the predictions for the outliers.
+
+    Args:
+        loader: batches of outliers, whose labels are ignored.
+        weight: weight of the penalty.
+        grid: prior precisions to choose from; by default, the paper's grid, which is extended if the best value is at either end.
+    """
+
+    loader: Iterable[Any] = field(repr=False)
+    weight: float = 0.25
+    grid: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (is_real(self.weight) and 0 <= self.weight < math.inf):
+            raise OptionError(f"must be finite and non-negative, got {self.weight!r}.", argument="weight")
+
+    def __call__(self, objective: Objective) -> Tuning:
+        """Choose the prior precision."""
+        outliers = objective.read(self.loader, "outlier loader")
+        without = without_labels(objective.likelihood)
+
+        def evaluate(precisions: Sequence[float]) -> Scored:
+            candidates = objective.settings.candidates(prior_precision=precisions)
+            validation = objective.mean_scores(candidates)
+            far = objective.mean_scores(candidates, without, outliers)
+            penalised = validation["nll"] + self.weight * far["uniformity"]
+            return validation | {"outlier_confidence": far["confidence"], "objective": penalised}
+
+        search = PrecisionSearch(evaluate, self.grid)
+        index = search.minimise("objective")
+        scores = search.tried[index]
+        summary = (
+            f"At prior precision {search.value(index):.3g}, the validation log loss is {scores['nll']:.4g} and the mean "
+            f"confidence on outliers is {scores['outlier_confidence']:.1%}."
+        )
+        settings = objective.settings.candidates(prior_precision=[search.value(index)])[0]
+        return Tuning(f"Outliers(weight={self.weight})", settings, summary, search.note(index), search.curve())

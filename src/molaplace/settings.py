@@ -1,0 +1,282 @@
+r"""Settings of a mixture: the prior precision, and the scaling of the logits by temperature, distance and pooling.
+
+The prior precision :math:`\lambda` determines the covariance of the logits; the other settings act on the logits before the link.
+
+For network k, let :math:`z_k(x) = m_k(x) / s_k(x)` be its logits divided by
+
+.. math:: s_k(x) = T\, \rho(x)^\gamma\, \nu_k(x)^2, \qquad
+   \rho(x) = \max\Big(1, \tfrac1o \prod_k (d_k(x) / r_k)^{\pi_k}\Big), \qquad \nu_k(x) = \max(1, |h_k(x)| / q_k),
+
+and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
+
+.. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
+
+T is the temperature, c is the pooling coefficient and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give
+exactly the paper's MoLA.** Pooling changes only the means of the logits; the covariances are divided by
+:math:`s_k^2` but not pooled.
+
+:math:`d_k` is the distance of network k's features from the training classes (`structures/distance.py`), and :math:`r_k` is its median on
+the validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
+features, :math:`q_k` is the 99 % quantile of the norms on the validation data, and :math:`\pi_k` are the mixture's weights. At
+:math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are omitted.
+
+The factor :math:`\nu_k^2` is needed because distances depend only on the directions of the features. Logits grow no faster than
+features do, since :math:`|m_k| \le a_k |h_k| + b_k`. With this factor, :math:`z_k` and the pooled logits vanish as the features
+grow, and the probabilities tend to 1/C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molaplace.errors import OptionError
+
+NO_COVARIANCE = 1e12
+"""Prior precision at or above which a search treats the posterior as a plain ensemble."""
+
+LOG_LARGEST_DISTANCE = 40.0
+"""Logarithm of the largest allowed distance divisor `rho^gamma`. This divisor is large enough to make every logit vanish."""
+
+LOG_LARGEST = 600.0
+"""Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
+
+
+def _bounds(argument: str, low: float, high: float, meaning: str) -> dict[str, Any]:
+    # Describe a setting: the name of the argument by which users set it, its bounds, and its meaning for error messages.
+    return {"argument": argument, "low": low, "high": high, "meaning": meaning}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a mixture of K networks or, in a search, of L candidates.
+
+    Each setting is a number, and the prior precision a tuple of K numbers. For L candidates, which `candidates` creates, each setting
+    is a float64 tensor (L,), and the prior precision a tensor (L, K).
+    """
+
+    prior_precision: tuple[float, ...] | Tensor = field(
+        metadata=_bounds(
+            "prior_precision",
+            1e-30,
+            1e30,
+            "It is the precision of a Gaussian prior. For predictions without covariance, use mola.ensemble.",
+        )
+    )
+    """Prior precision lambda of each network."""
+    temperature: float | Tensor = field(
+        default=1.0,
+        metadata=_bounds("temperature", 1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
+    )
+    """Temperature T. Values below 1 sharpen predictions."""
+    pooling: float | Tensor = field(
+        default=1.0,
+        metadata=_bounds("pooling", 0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
+    )
+    """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
+    exponent: float | Tensor = field(
+        default=0.0, metadata=_bounds("distance_exponent", 0, 100, "At 0, distance has no effect.")
+    )
+    """Distance exponent gamma. Larger values make logits shrink faster with distance."""
+    onset: float | Tensor = field(
+        default=1.0, metadata=_bounds("onset", 1e-6, 1e6, "1 is the median of the validation data.")
+    )
+    """Onset o: distance, relative to the median, beyond which logits shrink."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            values: Any = getattr(self, setting.name)
+            if isinstance(values, Tensor) and values.dim():
+                continue  # candidates of a search
+            if setting.default is MISSING:
+                checked: Any = tuple(_number(value, setting.metadata) for value in values)
+            else:
+                checked = _number(values, setting.metadata)
+            object.__setattr__(self, setting.name, checked)
+
+    # --- candidates of a search ---------------------------------------------------------------------------------------
+
+    def candidates(self, **values: Sequence[float] | float) -> Settings:
+        """Return L candidates that have the given values, broadcast against each other, and otherwise equal these settings.
+
+        Prior precisions of shape (L,) are shared by all networks; their shape may also be (L, K).
+        """
+        columns = {
+            setting.name: torch.as_tensor(
+                values.get(setting.name, getattr(self, setting.name)), dtype=torch.float64, device="cpu"
+            )
+            for setting in fields(self)
+        }
+        precision = columns.pop("prior_precision")
+        if precision.dim() == 1:
+            precision = precision[:, None] if "prior_precision" in values else precision[None]
+        size = max(len(precision), *(column.numel() for column in columns.values()))
+        return Settings(
+            precision.expand(size, len(self.prior_precision)),
+            **{name: column.flatten().expand(size) for name, column in columns.items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.temperature) if isinstance(self.temperature, Tensor) else 1
+
+    def __getitem__(self, index: int) -> Settings:
+        """Return one candidate."""
+        return self._map(lambda values: values[index].tolist())
+
+    def split(self, size: int) -> Iterator[Settings]:
+        """Yield the candidates in parts of at most `size`."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            yield self._map(lambda values, part=part: values[part])  # type: ignore[misc]
+
+    def repeated(self, times: int) -> Settings:
+        """Return the candidates, each repeated several times in a row."""
+        return self._map(lambda values: values.repeat_interleave(times, 0))
+
+    def _map(self, change: Callable[[Tensor], Any]) -> Settings:
+        return Settings(*(change(getattr(self, setting.name)) for setting in fields(self)))
+
+    # --- what the formulas need ---------------------------------------------------------------------------------------
+
+    @property
+    def precisions(self) -> Sequence[float | Tensor]:
+        """Prior precision of each network: K numbers or, for L candidates, K tensors (L,)."""
+        values = self.prior_precision
+        return values.unbind(-1) if isinstance(values, Tensor) else values
+
+    @property
+    def without_covariance(self) -> bool:
+        """True for candidates whose prior precisions are all so large that they have no covariance."""
+        return isinstance(self.prior_precision, Tensor) and bool((self.prior_precision >= NO_COVARIANCE).all())
+
+    @property
+    def uses_distance(self) -> bool:
+        """True if the distance exponent of any candidate is above 0."""
+        return bool((self.exponent > 0).any()) if isinstance(self.exponent, Tensor) else self.exponent > 0
+
+    @property
+    def neutral(self) -> bool:
+        """True if the logits are neither divided nor pooled, as in the paper."""
+        return (self.temperature, self.pooling, self.exponent) == (1, 1, 0)
+
+    def divisors(self, like: Tensor, log_distance: Tensor | None = None, log_excess: Tensor | None = None) -> Tensor:
+        """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) without distances.
+
+        Args:
+            like: tensor whose data type and device the divisors have.
+            log_distance: the mixture's log distances (n,) (`Reference.log_distance`).
+            log_excess: log excess norms (K, n) of the networks' features (`Reference.log_excess`). Regression passes zeros, because
+                the variance of its predictions grows with the features.
+        """
+        temperature, gamma, onset = (
+            torch.as_tensor(values, dtype=like.dtype, device=like.device)[..., None, None]
+            for values in (self.temperature, self.exponent, self.onset)
+        )
+        if log_distance is None or log_excess is None:
+            return temperature[..., None].expand(*temperature.shape[:-2], len(self.precisions), 1, 1)
+        log_rho = (log_distance - onset.log()).clamp_min(0)
+        by_distance = (gamma * log_rho).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
+        logarithms = temperature.log() + torch.where(gamma > 0, by_distance, 0.0)
+        return logarithms.clamp_max(LOG_LARGEST).exp()[..., None]
+
+    # --- files and reports --------------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as a JSON-serialisable dictionary, keyed by the names of the arguments that set them."""
+        return {
+            setting.metadata["argument"]: list(value)
+            if isinstance(value := getattr(self, setting.name), tuple)
+            else value
+            for setting in fields(self)
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Settings:
+        """Rebuild settings from a dictionary returned by `as_json`."""
+        return Settings(*(entry[setting.metadata["argument"]] for setting in fields(Settings)))
+
+    def changed(self) -> dict[str, float]:
+        """Return the settings that differ from their neutral values, keyed by the names of the arguments that set them.
+
+        The onset is left out if the distance has no effect.
+        """
+        return {
+            setting.metadata["argument"]: getattr(self, setting.name)
+            for setting in fields(self)
+            if setting.default not in (MISSING, getattr(self, setting.name))
+            and (self.uses_distance or setting.name != "onset")
+        }
+
+
+def _number(value: Any, setting: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not setting["low"] <= number <= setting["high"]:
+        raise OptionError(
+            f"must be a number between {setting['low']:g} and {setting['high']:g}, got {value!r}. {setting['meaning']}",
+            argument=setting["argument"],
+        )
+    return number
+
+
+class FeatureScale(NamedTuple):
+    """The reference distance and norm of one network's features."""
+
+    distance: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Typical distances, norms and outlier scores of the validation data or, before tuning, estimates from the training data."""
+
+    scales: tuple[FeatureScale, ...]
+    """Each network's median distance and the 99 % quantile of its feature norms."""
+    score: tuple[tuple[float, float], ...] | None = None
+    """Mean and standard deviation of each term of the outlier score on the validation data, or None if they were not computed."""
+    energies: tuple[float, ...] | None = None
+    """Mean energy of each network, which determines the mean of the energy term for any weights."""
+
+    def log_distance(self, log_distances: Tensor, weights: Tensor) -> Tensor:
+        """Combine the networks' log distances (K, n) into the mixture's log distance (n,), relative to the median."""
+        typical = _logs([scale.distance for scale in self.scales], log_distances)
+        return weights.to(log_distances) @ (log_distances - typical)
+
+    def log_excess(self, log_norms: Tensor) -> Tensor:
+        """Return the log excess norm `log nu` (K, n) of the features, which is 0 for typical features."""
+        return (log_norms - _logs([scale.norm for scale in self.scales], log_norms)).clamp_min(0)
+
+    def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
+        """Return the mean and standard deviation of each term of the outlier score for a mixture with weights (K,)."""
+        if self.score is None or self.energies is None:
+            return self.score
+        far_field, (_, deviation), distance = self.score
+        mean = sum(weight * energy for weight, energy in zip(weights.tolist(), self.energies, strict=True))
+        return far_field, (mean, deviation), distance
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the reference as a JSON-serialisable dictionary."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Reference:
+        """Rebuild the reference from the dictionary returned by `as_json`."""
+        score = entry["score"]
+        energies = entry["energies"]
+        return Reference(
+            tuple(FeatureScale(float(distance), float(norm)) for distance, norm in entry["scales"]),
+            None if score is None else tuple((float(mean), float(deviation)) for mean, deviation in score),
+            None if energies is None else tuple(float(energy) for energy in energies),
+        )
+
+
+def _logs(scales: Sequence[float], like: Tensor) -> Tensor:
+    # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
+    return like.new_tensor([math.log(scale) if scale > 0 else 0.0 for scale in scales])[:, None]
