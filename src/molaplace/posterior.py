@@ -31,6 +31,7 @@ from molaplace.outliers import (
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.settings import Reference
+from molaplace.structures.base import LayerCurvature
 
 
 class MoLA(LaplaceMixture):
@@ -185,8 +186,12 @@ class MoLA(LaplaceMixture):
 
     def _norms(self, rows: Rows) -> Tensor:
         layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
-        pairs = zip(layers, rows.phi, strict=True)
-        return torch.stack([layer.curvature.mahalanobis(phi) for layer, phi in pairs if layer is not None])
+        norms = []
+        for layer, phi in zip(layers, rows.phi, strict=True):
+            assert layer is not None
+            assert isinstance(layer.curvature, LayerCurvature)
+            norms.append(layer.curvature.mahalanobis(phi))
+        return torch.stack(norms)
 
     def _far_field(self, rows: Rows) -> Tensor:
         means = torch.stack(list(rows.outputs))

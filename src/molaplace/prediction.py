@@ -39,8 +39,6 @@ class _Fields:
     """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
     likelihood: Any
     ood_score_name: str
-    held_bytes: int
-    """Number of bytes of features and outputs held to compute the unread fields."""
     _fields: dict[str, Field]
 
     def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
@@ -204,9 +202,8 @@ class Prediction(_Fields):
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
-        held_bytes: int = 0,
     ) -> None:
-        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis, held_bytes=held_bytes)
+        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
 
     @property
     def probs(self) -> Tensor:
@@ -342,10 +339,8 @@ class RegressionPrediction(_Fields):
         ood_score_name: str = "variance",
         likelihood: Likelihood = GAUSSIAN,
         axis: int = -1,
-        held_bytes: int = 0,
     ) -> None:
-        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
-        super().__init__(fields, weights=weights, **shared)
+        super().__init__(fields, weights=weights, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:

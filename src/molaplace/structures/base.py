@@ -103,7 +103,7 @@ def _free_memory() -> int | None:
 
 @dataclass(frozen=True)
 class Curvature(ABC):
-    """The curvature of a last layer in its eigenbasis, in float64 and without the prior."""
+    """The curvature of uncertain weights in its eigenbasis, in float64 and without the prior."""
 
     outputs: int
     features: int
@@ -143,6 +143,14 @@ class Curvature(ABC):
         """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
     @abstractmethod
+    def divided(self, by: float) -> Self:
+        """Return the curvature divided by a number, such as a factor applied to the noise variance."""
+
+
+class LayerCurvature(Curvature):
+    """The curvature of a last layer, whose weights (C, P) multiply the features."""
+
+    @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:
         """Return the Mahalanobis length (n,) of each feature vector relative to the training features."""
 
@@ -154,10 +162,6 @@ class Curvature(ABC):
         """Return the smallest eigenvalue (C,) of each output's marginal covariance."""
         blocks = (self.class_covariance(precision, output) for output in range(self.outputs))
         return torch.stack([torch.linalg.eigvalsh(block)[0] for block in blocks])
-
-    @abstractmethod
-    def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, such as a factor applied to the noise variance."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import (
     Curvature,
+    LayerCurvature,
     Precision,
     Structure,
     as_column,
@@ -56,7 +57,7 @@ class Diag(Structure):
 
 
 @dataclass(frozen=True)
-class DiagCurvature(Curvature):
+class DiagCurvature(LayerCurvature):
     """A curvature given by the Hessian's diagonal (C, P)."""
 
     diagonal: Tensor

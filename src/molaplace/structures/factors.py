@@ -17,7 +17,7 @@ from molaplace.errors import OptionError
 from molaplace.likelihoods.base import OutputCurvature
 from molaplace.options import is_real
 from molaplace.structures.base import (
-    Curvature,
+    LayerCurvature,
     Precision,
     Structure,
     as_column,
@@ -150,7 +150,7 @@ class KroneckerStructure(Structure):
 
 
 @dataclass(frozen=True)
-class ProductCurvature(Curvature):
+class ProductCurvature(LayerCurvature):
     """A curvature for which the posterior covariance is `U x V`, with `V = (sqrt(N) B + sqrt(lambda) I)^-1`."""
 
     count: int

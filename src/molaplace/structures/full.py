@@ -18,6 +18,7 @@ from molaplace.likelihoods.base import OutputCurvature
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import (
     Curvature,
+    LayerCurvature,
     Precision,
     Structure,
     as_column,
@@ -76,7 +77,7 @@ class Full(Structure):
 
 
 @dataclass(frozen=True)
-class FullCurvature(Curvature):
+class FullCurvature(LayerCurvature):
     """Eigenvalues (M,) and eigenvectors (C, P, M) of the Hessian in the M = R P visible directions."""
 
     values: Tensor

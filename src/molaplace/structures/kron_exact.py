@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from molaplace.numerics import Generator, standard_normals
-from molaplace.structures.base import Curvature, Precision, as_column
+from molaplace.structures.base import Curvature, LayerCurvature, Precision, as_column
 from molaplace.structures.factors import FeatureFactor, KroneckerStructure, OutputFactor
 from molaplace.sums import Sums
 
@@ -34,7 +34,7 @@ class KronExact(KroneckerStructure):
 
 
 @dataclass(frozen=True)
-class KronExactCurvature(Curvature):
+class KronExactCurvature(LayerCurvature):
     """A curvature for which the posterior precision has the eigenvalues `N a_i b_j + lambda` in the factors' joint eigenbasis."""
 
     count: int

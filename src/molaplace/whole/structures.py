@@ -15,12 +15,12 @@ z (n, C, D) in this basis, every formula is a sum over the D directions of terms
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError
 from molaplace.network import Inputs
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures import Structure
@@ -196,17 +196,3 @@ class WholeCurvature(Curvature):
     def divided(self, by: float) -> Self:
         """Return the curvature divided by a number."""
         return replace(self, values=self.values / by)
-
-    def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Raise `OptionError`, because only a posterior over last layers supports this method."""
-        _refuse("a feature norm")
-
-    def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Raise `OptionError`, because only a posterior over last layers supports this method."""
-        _refuse("the covariance of one class's weights")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise OptionError(
-        f"only a posterior over last layers has {what}, but this posterior is over whole networks. Use mola.fit."
-    )
