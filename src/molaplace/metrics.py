@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, OptionError
+from molaplace.likelihoods import CATEGORICAL
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
@@ -29,14 +30,12 @@ def mean_confidence(probs: Tensor) -> float:
 
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
     """Return the mean of `-log p(label)`; a probability that underflowed to 0 is replaced by the smallest positive normal number."""
-    chosen = probs.gather(1, labels[:, None]).squeeze(1)
-    return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
+    return float(CATEGORICAL.distribution(probs).scores(labels)["nll"].mean())
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
     """Return the Brier score, the mean over the data of `sum_c (p_c - 1[label = c])^2`, which lies between 0 and 2."""
-    one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
-    return float((probs.double() - one_hot).square().sum(1).mean())
+    return float(CATEGORICAL.distribution(probs).scores(labels)["brier"].mean())
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -93,8 +92,8 @@ def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
     index = torch.bucketize(confidence, edges, right=True) - 1
     values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
-    kept = index < bins - 1
-    return values.new_zeros(bins, 3).index_add_(0, index[kept], values[kept])
+    counted = index < bins - 1
+    return values.new_zeros(bins, 3).index_add_(0, index[counted], values[counted])
 
 
 def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,15 +172,15 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
     return float((true * true.cumsum(0) / all_counts.cumsum(0)).sum() / len(positives))
 
 
-def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
+def _by_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
     # Apply the measure, label by label, to the probabilities of the negatives and of the positives. Missing labels are omitted.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
             f"multi-label data need probabilities and labels of shape (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
     pairs = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
-    found = [measure(column[answer == 0], column[answer == 1]) for column, answer in pairs]
-    return torch.tensor(found, dtype=torch.float64)
+    values = [measure(yes[truth == 0], yes[truth == 1]) for yes, truth in pairs]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Areas (C,) in float64; NaN for labels that are always 0 or always 1. The mean of the areas is the macro-averaged AUROC.
     """
-    return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
+    return _by_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
@@ -203,7 +202,7 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     The arguments are the same as for `auroc_of_labels`. The value depends on the share of positive labels. The value is NaN for a
     label that is never 1.
     """
-    return _each_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
+    return _by_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -217,7 +216,7 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
         truth = torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
         return calibration_gap(bin_sums(torch.cat([no, yes]), truth, bins)) if len(truth) else math.nan
 
-    return _each_label(probs, labels, gap)
+    return _by_label(probs, labels, gap)
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
@@ -255,8 +254,8 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
             f"must be above 0 and at most 1 (it is the share of outliers to detect), got {tpr!r}.", argument="tpr"
         )
     # The tolerance rounds 0.07 * 100, which is 7.000000000000001 in floating point, to 7.
-    found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
-    threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
+    detected = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
+    threshold = outliers.sort(descending=True).values[max(detected, 1) - 1]
     return float((inliers >= threshold).double().mean())
 
 
@@ -266,10 +265,12 @@ def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
         raise OptionError(
             f"must be between 0 and 1, got {tpr!r}. It is the share of inliers that pass.", argument="tpr"
         )
-    ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
+    ordered = inliers.sort().values
+    position = tpr * (len(inliers) - 1)
     if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 * 100 is 56.99999999999999 in floating point
         position = round(position)
-    below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
+    below = ordered[int(position)]
+    above = ordered[min(int(position) + 1, len(ordered) - 1)]
     share = position - int(position)
     # Do not average equal neighbours: rounding could move the threshold off a tie, and infinities would give NaN.
     return below if share == 0 or below == above else (1 - share) * below + share * above

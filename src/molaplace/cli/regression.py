@@ -23,9 +23,11 @@ def untuned_noise(posterior: MoLA) -> Tensor:
     """
     rows = []
     for component in posterior.components:
-        layer, likelihood = component.require_layer("the noise"), component.likelihood
+        layer = component.require_layer("the noise")
+        likelihood = component.likelihood
         assert isinstance(likelihood, Gaussian)
-        width, before = len(layer.weights), likelihood
+        width = len(layer.weights)
+        before = likelihood
         if likelihood.estimated:
             before = replace(likelihood, noise=None, estimated=False).fitted(layer.sums)
         rows.append((before.deviation(width) / likelihood.deviation(width)).square())
@@ -59,11 +61,13 @@ def regression_prediction(
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
     """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
-    given, targets = [], None
+    predictions = []
+    targets = None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
-        given, targets = [networks_alone(posterior, prediction, count)], held_out.labels
-    alone = RegressionPrediction.gather(given, held_out.team)
+        predictions = [networks_alone(posterior, prediction, count)]
+        targets = held_out.labels
+    alone = RegressionPrediction.gather(predictions, held_out.team)
     noise = alone.component_noise
     return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.gather(targets))
 

@@ -15,6 +15,7 @@ CONFIDENCE_BINS = 50
 """Number of equal-width bins from 0 to 1 in the confidence histograms."""
 
 Role = Literal["train", "validation", "test", "shift", "outlier"]
+"""Role of a data set in a comparison."""
 
 
 @dataclass(frozen=True)

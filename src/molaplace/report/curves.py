@@ -13,6 +13,20 @@ from numpy.typing import ArrayLike
 from molaplace.report.style import INK, Axes, Figure, canvas, quiet_axes, shared_legend, strokes
 from molaplace.report.tables import SHIFT_METRICS
 
+__all__ = [
+    "DASHED",
+    "DOTTED",
+    "GUIDE",
+    "Estimates",
+    "Line",
+    "Panel",
+    "ValueWithError",
+    "draw_against_level",
+    "draw_panels",
+    "draw_reliability",
+    "estimates_panel",
+]
+
 DOTTED = (0, (1, 1.6))
 DASHED = (0, (5, 2.5))
 
@@ -88,10 +102,14 @@ def estimates_panel(
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: value for x, by_label in estimates.items() if (value := by_label.get(label)) is not None}
-        errors = [0.0 if one.error is None or math.isnan(one.error) else one.error for one in known.values()]
+        errors = [_known_error(estimate) for estimate in known.values()]
         style = {"marker": "o", "markersize": 2.6, **stroke}
         lines.append(Line(list(known), [estimate.value for estimate in known.values()], label, style, errors))
     return Panel(title, [line for line in lines if line.x], {"xticks": list(estimates), **settings})
+
+
+def _known_error(estimate: ValueWithError) -> float:
+    return 0.0 if estimate.error is None or math.isnan(estimate.error) else estimate.error
 
 
 def draw_against_level(

@@ -18,6 +18,26 @@ with importing("drawing figures", "matplotlib", "cli"):
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
+__all__ = [
+    "COLOURS",
+    "INK",
+    "PAPER",
+    "WIDTH",
+    "Axes",
+    "Drawn",
+    "Figure",
+    "Planned",
+    "as_png",
+    "as_svg",
+    "canvas",
+    "colours",
+    "drawing",
+    "quiet_axes",
+    "render",
+    "shared_legend",
+    "strokes",
+]
+
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
 """Colours of the main methods, taken from Okabe and Ito's palette for colour-blind readers; the plain network is grey."""
 
@@ -121,13 +141,13 @@ def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[A
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
-        drawn = [one for panel in panels[:used] for one in panel.get_legend_handles_labels()[0]]
-        handles = list({one.get_label(): one for one in drawn}.values())
+        drawn = [handle for panel in panels[:used] for handle in panel.get_legend_handles_labels()[0]]
+        handles = list({handle.get_label(): handle for handle in drawn}.values())
     style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
     if len(panels) > used and len(handles) <= 16:
         panels[used].legend(handles=handles, loc="center left", **style)
         return
-    longest = max((len(one.get_label()) for one in handles), default=1)
+    longest = max((len(handle.get_label()) for handle in handles), default=1)
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
     # The figure grows by the height of the legend so that the panels keep their size.
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
+__all__ = [
+    "ARROWS",
+    "MISSING",
+    "SHIFT_METRICS",
+    "Column",
+    "Formatted",
+    "Number",
+    "Table",
+    "as_html",
+    "as_latex",
+    "as_markdown",
+    "columns_on",
+    "make_table",
+    "markdown_rows",
+    "print_table",
+    "quantity_table",
+]
+
 
 class Formatted(Protocol):
     """A number that formats itself with its error, such as an `Estimate`."""
@@ -73,8 +91,8 @@ class Table:
         """Return the escaped text of all cells; templates such as "**{}**" mark the best cells and the names of excluded rows."""
         cells = [
             [
-                bold.format(escape(text)) if (row, place) in self.best else escape(text)
-                for place, text in enumerate(texts)
+                bold.format(escape(text)) if (row, index) in self.best else escape(text)
+                for index, text in enumerate(texts)
             ]
             for row, texts in zip(self.texts.index, self.texts.to_numpy(), strict=True)
         ]
@@ -161,16 +179,17 @@ def print_table(console: Console, table: Table) -> None:
     from rich.measure import Measurement
     from rich.text import Text
 
-    shown, caption = _rich_table(table), table.caption
+    printed = _rich_table(table)
+    caption = table.caption
     unlimited = console.options.update(max_width=10_000)
-    if Measurement.get(console, unlimited, shown).maximum > console.width:
-        shown = _rich_table(table, errors=False)
-        shown.width = Measurement.get(console, unlimited, shown).maximum
+    if Measurement.get(console, unlimited, printed).maximum > console.width:
+        printed = _rich_table(table, errors=False)
+        printed.width = Measurement.get(console, unlimited, printed).maximum
         caption += (
             " The terminal is too narrow to show standard errors; the output files contain them." if caption else ""
         )
     console.print(Text(table.title, style="bold"))
-    console.print(shown, crop=False)
+    console.print(printed, crop=False)
     if caption:
         console.print(Text(f"{caption}\n", style="dim"))
 
@@ -180,8 +199,8 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    shown.add_column("", no_wrap=True)
+    printed = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    printed.add_column("", no_wrap=True)
     for index, column in enumerate(table.columns):
         # The heading of a group is placed above its first column, with one word per line, so that the numbers determine the column
         # width.
@@ -189,16 +208,16 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
         name = "\n".join(
             [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
         )
-        shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+        printed.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for row, texts in zip(table.texts.index, table.texts.to_numpy(), strict=True):
         cells = [
             Text(
-                text if errors else text.split(" \N{PLUS-MINUS SIGN}")[0], "bold" if (row, place) in table.best else ""
+                text if errors else text.split(" \N{PLUS-MINUS SIGN}")[0], "bold" if (row, index) in table.best else ""
             )
-            for place, text in enumerate(texts)
+            for index, text in enumerate(texts)
         ]
-        shown.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
-    return shown
+        printed.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
+    return printed
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,16 @@ from molaplace.report.page import evaluation_page
 from molaplace.report.style import Drawn, Planned, render
 from molaplace.report.tables import as_markdown
 
+__all__ = [
+    "Progress",
+    "as_json",
+    "draw_figures",
+    "no_progress",
+    "write_evaluation",
+    "write_texts",
+    "writing_to",
+]
+
 Progress = Callable[[str, float], None]
 """Callback that receives a description of the current step and the fraction of the work completed."""
 
@@ -32,7 +42,7 @@ def write_evaluation(
     tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
     lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
-    lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
+    lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
     with writing_to(directory):
         figures = draw_figures(evaluation_figures(comparison), directory, progress)
         page = evaluation_page(comparison, list(figures.values()))
@@ -43,7 +53,8 @@ def write_evaluation(
 
 def draw_figures(figures: Mapping[str, Planned], directory: Path, progress: Progress) -> dict[str, Drawn]:
     """Draw figures into the folder `figures` of a directory."""
-    folder, drawn = directory / "figures", {}
+    folder = directory / "figures"
+    drawn: dict[str, Drawn] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for index, (name, planned) in enumerate(figures.items()):
         progress(f"drawing {name}", index / len(figures))
