@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.component import Component
 from molaplace.distributed import Team
-from molaplace.errors import OptionError, located
-from molaplace.likelihoods import CATEGORICAL
+from molaplace.errors import HeadError, OptionError
+from molaplace.likelihoods import Categorical
 from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
 from molaplace.saving.weights import load_weights
 from molaplace_lab.activations_file import HeadOnly, StoredActivations, write_rows
@@ -148,8 +148,8 @@ class ActivationCache:
         with evaluating(*networks):
             first, every = peek(batches, source.title)
             networks = [fast_network(network, first[0]) for network in networks]
-            heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
-            captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
+            heads = find_heads(networks, [None] * len(networks), first[0], Categorical())
+            captured = stream(networks, heads, every, where=source.title, likelihood=Categorical())
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
@@ -234,8 +234,11 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
     outputs: dict[str, int] = {}
     for network in networks:
         loaded = network.load()
-        with evaluating(loaded), located(network.label):
+        try:
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
+        except HeadError as error:
+            error.place = network.label
+            raise
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
         raise OptionError(f"the networks of a mixture must have the same number of outputs; got {listed}.")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace.saving.files import partial_file
+from molaplace_lab.files import partial_file
 
 BATCH = 1024
 """Number of rows per batch during fitting and prediction."""

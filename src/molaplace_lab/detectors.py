@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from molaplace.errors import DataError, warn
-from molaplace.numerics import to_float64
+from molaplace.errors import DataError
 from molaplace.outliers import energy_score, max_logit_score
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
+from molaplace_lab.messages import warn
 
 Detector = Callable[[Tensor], Tensor]
 """Function that maps features (n, d) to scores (n,), which are higher for outliers."""
@@ -66,7 +66,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
     """
 
     def prepared(part: Tensor) -> Tensor:
-        return _directions(to_float64(part.detach())) if normalised else to_float64(part.detach())
+        return _directions(part.detach().double()) if normalised else part.detach().double()
 
     centre = torch.stack([prepared(part).sum(0) / len(labels) for part in features()]).sum(0)
     _, index = torch.unique(labels.to(centre.device), return_inverse=True)
@@ -129,14 +129,14 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
     features relative to o have the smallest second moments. The sums are over the training data. The paper's score, the probability of
     the virtual logit, is a monotone function of this score. The default dimension of the subspace is the authors' choice.
     """
-    linear = to_float64(weight.detach())
+    linear = weight.detach().double()
     width = linear.shape[1]
     kept = dimension or (1000 if width >= 2048 else 512 if width >= 768 else width // 2)
-    offset = linear.new_zeros(len(linear)) if bias is None else to_float64(bias.detach())
+    offset = linear.new_zeros(len(linear)) if bias is None else bias.detach().double()
     origin = -torch.linalg.pinv(linear) @ offset
     moment = linear.new_zeros(width, width)
     for part in features():
-        values = to_float64(part.detach()).to(origin) - origin
+        values = part.detach().double().to(origin) - origin
         moment += values.T @ values
     spread, directions = torch.linalg.eigh(moment)
     if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
@@ -146,7 +146,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
         # Return two tensors: the distances (n,) from the subspace, and the logits (n, C).
-        values = to_float64(features.detach()).to(origin)
+        values = features.detach().double().to(origin)
         residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
         return residual, values @ linear.T + offset
 
@@ -170,7 +170,7 @@ def standardised(
     """
 
     def scores(batch: Sequence[Tensor]) -> Tensor:
-        return torch.stack([to_float64(member(values)) for member, values in zip(members, batch, strict=True)])
+        return torch.stack([member(values).double() for member, values in zip(members, batch, strict=True)])
 
     known = torch.cat([scores(batch) for batch in reference], dim=1)
     centres, scales = known.mean(1, keepdim=True), known.std(1, correction=0, keepdim=True)

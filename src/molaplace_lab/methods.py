@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import fit_temperature
-from molaplace.errors import OptionError, collect_warnings
-from molaplace.likelihoods import CATEGORICAL
-from molaplace.options import one_of
+from molaplace.errors import OptionError
+from molaplace.likelihoods import Categorical
 from molaplace.outliers import max_probability_score
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from molaplace.uncertainty import entropy
@@ -27,6 +26,7 @@ from molaplace_lab.activations_file import ActivationSlice, StoredActivations
 from molaplace_lab.context import Context
 from molaplace_lab.detectors import feature_scores, gen_score
 from molaplace_lab.measures import BatchPrediction
+from molaplace_lab.messages import collect_warnings, one_of
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class LastLayerMethod:
         def predict(activations: ActivationSlice, with_scores: bool) -> BatchPrediction:
             if not (with_scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in activations.batches()])
-                return BatchPrediction(probs, {"max probability": max_probability_score(probs, CATEGORICAL)})
+                return BatchPrediction(probs, {"max probability": max_probability_score(probs, Categorical())})
             prediction = posterior.predict(activations.batches(), progress=False)
             scores = {
-                "max probability": max_probability_score(prediction.probs, CATEGORICAL),
+                "max probability": max_probability_score(prediction.probs, Categorical()),
                 "entropy": entropy(prediction.probs),
                 "GEN": gen_score(prediction.probs),
             }

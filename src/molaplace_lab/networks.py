@@ -28,13 +28,14 @@ from typing import Any
 from torch import nn
 
 from molaplace.distributed import Team
-from molaplace.errors import OptionError, StorageError, importing
+from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder
 from molaplace.network import Resized
-from molaplace.saving.schema import check, parse
 from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network, Progress
 from molaplace_lab.checksums import data_checksum, network_checksum
+from molaplace_lab.files import check
+from molaplace_lab.messages import importing
 from molaplace_lab.suite import DataOptions, Suite
 from molaplace_lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 
@@ -121,7 +122,7 @@ def _identity(path: Path) -> dict[str, Any] | None:
     if kept is None:
         return None
     try:
-        identity: dict[str, Any] = parse(kept, path)
+        identity: dict[str, Any] = json.loads(kept)
         check(identity, {"recipe": {}}, "identity")
     except (StorageError, ValueError, TypeError) as error:
         raise StorageError(

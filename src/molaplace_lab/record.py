@@ -11,7 +11,7 @@ from typing import Any
 
 from molaplace.errors import StorageError
 from molaplace.evaluation import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult
-from molaplace.saving.schema import check
+from molaplace_lab.files import check
 
 FORMAT = "mola-bench"
 VERSION = 1

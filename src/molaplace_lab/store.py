@@ -7,14 +7,12 @@ results/<suite>/cost.json             time and memory of one run
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from molaplace.errors import StorageError
-from molaplace.saving.files import write_atomically
-from molaplace.saving.schema import SEAL, check_seal, parse, sealed
+from molaplace_lab.files import read_json, write_json
 from molaplace_lab.record import FORMAT, VERSION, Record
 
 COST, SUITE = "cost.json", "suite.json"
@@ -44,7 +42,7 @@ class Store:
     def write(self, record: Record) -> Path:
         """Write a record, replacing any existing record of the same suite, method and run."""
         path = self.path(record.suite, record.method, record.run)
-        _write(path, record.to_json())
+        write_json(path, record.to_json())
         return path
 
     def read(self, suite: str, method: str, run: int) -> Record | None:
@@ -68,7 +66,7 @@ class Store:
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
         """Write `suite.json` or `cost.json`."""
         path = self.directory / suite / name
-        _write(path, {"format": FORMAT, "version": VERSION, **document})
+        write_json(path, {"format": FORMAT, "version": VERSION, **document})
         return path
 
     def read_document(self, suite: str, name: str) -> dict[str, Any] | None:
@@ -79,13 +77,6 @@ class Store:
 
 def _slug(method: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", method.lower().replace("=", "")).strip("-")
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One line per entry keeps files small and diffs readable.
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
-    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read_record(path: Path) -> Record:
@@ -99,16 +90,14 @@ def read_record(path: Path) -> Record:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = parse(path.read_bytes(), path)
-    except (StorageError, OSError) as error:
-        raise StorageError(f"{path} is not readable JSON ({error}). {AGAIN}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        document = read_json(path)
+    except StorageError as error:
+        raise StorageError(f"{error} {AGAIN}") from error
+    if document.get("format") != FORMAT:
         raise StorageError(f"{path} is not a benchmark result: expected format {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise StorageError(
             f"{path} has version {document.get('version')!r}; this release of molaplace reads version {VERSION}. "
             f"Write new results to another folder, or delete this file and run the suite again."
         )
-    if SEAL in document:  # records written by hand have no seal
-        check_seal(document, path)
     return document

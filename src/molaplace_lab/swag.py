@@ -24,8 +24,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from tqdm.auto import tqdm
 
 from molaplace.errors import OptionError
-from molaplace.options import one_of
 from molaplace_lab.checksums import weights_checksum
+from molaplace_lab.messages import one_of
 from molaplace_lab.training import (
     LOSSES,
     Loader,

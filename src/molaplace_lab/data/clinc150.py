@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from molaplace.errors import DataError, StorageError, importing
-from molaplace.saving.schema import check, parse
+from molaplace.errors import DataError, StorageError
 from molaplace_lab.data.catalogue import data_directory
+from molaplace_lab.files import check, read_json
+from molaplace_lab.messages import importing
 
 FILE = "data_full.json"
 FOLDERS = ("clinc150", "oos-eval/data", "")
@@ -50,7 +51,7 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
     if path is None:
         raise DataError(f"CLINC150 is not in {root}. Provide:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
     try:
-        document = parse(path.read_bytes(), path)
+        document = read_json(path)
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from molaplace.demo import rotate as rotate_bilinear
-from molaplace.errors import importing
-from molaplace.options import one_of
+from molaplace_lab.messages import importing, one_of
 
 ANGLES = tuple(range(0, 181, 15))
 """Rotation angles, in degrees, for the paper's rotated MNIST."""

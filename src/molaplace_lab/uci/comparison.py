@@ -8,7 +8,6 @@ of every method.
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import molaplace as mola
 from molaplace.calibration import scale_noise
 from molaplace.errors import MolaWarning, StorageError
-from molaplace.fitting import ensemble, fit
 from molaplace.likelihoods import Gaussian
 from molaplace.metrics import auroc
-from molaplace.prediction import RegressionPrediction
-from molaplace.saving.files import write_atomically
-from molaplace.saving.schema import check, parse, sealed
+from molaplace_lab.files import check, read_json, write_json
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
 from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, train_mlps
@@ -109,11 +106,7 @@ def run_uci(
                 "methods": compare(found, split, methods, seed=seed),
                 "environment": environment(),
             }
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [
-                f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sealed(document).items()
-            ]
-            write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+            write_json(path, document)
         progress(name, len(jobs), len(jobs))
     return results / "uci"
 
@@ -132,7 +125,7 @@ def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = parse(path.read_bytes(), path)
+        document = read_json(path)
         check(document, SCHEMA, "")
         if (document["format"], document["version"]) != (FORMAT, VERSION):
             raise StorageError(f"expected format {FORMAT} {VERSION}.")
@@ -194,14 +187,14 @@ def _predictor(
     if method in ("MAP", "LLLA", "SWAG"):
         networks = networks[:1]
     if method in ("MAP", "DE"):
-        return scale_noise(ensemble(networks, likelihood=likelihood), [validation])
+        return scale_noise(mola.ensemble(networks, likelihood=likelihood), [validation])
     if method == "SWAG":
         standardised = Labelled(train[0], ((train[1] - split.location) / split.scale).float())
         draws = _swag_draws(networks[0], standardised, seed)
-        return scale_noise(ensemble(draws, likelihood=likelihood), [validation])
+        return scale_noise(mola.ensemble(draws, likelihood=likelihood), [validation])
     rule = "distance" if "distance" in method else "nll"
     options: dict[str, Any] = {"structure": STRUCTURE, "rule": rule, "likelihood": likelihood, "progress": False}
-    return fit(networks, [train], [validation], **options)
+    return mola.fit(networks, [train], [validation], **options)
 
 
 def _swag_draws(network: nn.Module, train: Labelled, seed: int) -> list[nn.Module]:
@@ -216,8 +209,8 @@ def _swag_draws(network: nn.Module, train: Labelled, seed: int) -> list[nn.Modul
 
 
 def _scores(predictor: Any, held_out: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
-    predicted: RegressionPrediction = predictor.predict(inputs)
-    inside: RegressionPrediction = predictor.predict(held_out)
+    predicted: mola.RegressionPrediction = predictor.predict(inputs)
+    inside: mola.RegressionPrediction = predictor.predict(held_out)
     lower, upper = predicted.interval(0.9)
     return {
         "rmse": float((predicted.mean - targets).square().mean().sqrt()),

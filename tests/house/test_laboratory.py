@@ -1,0 +1,57 @@
+"""The laboratory uses the library as a user would: it imports public names, which the reference documents."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import molaplace as mola
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src" / "molaplace_lab").rglob("*.py"))
+REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+DOCUMENTED = set(re.findall(r"^::: (molaplace[\w.]*)", REFERENCE, re.M))
+
+SHARED = {
+    "molaplace.component": "posteriors over some of the networks whose sums were saved",
+    "molaplace.demo": "the digits and the patches of the demonstration",
+    "molaplace.evaluation": "columns of predictions, and the results of which records are made",
+    "molaplace.imported": "functions named package.module:function",
+    "molaplace.network": "features and logits of networks",
+    "molaplace.perceptrons": "perceptrons trained side by side",
+    "molaplace.report": "tables, figures and pages, which the reports of suites continue",
+    "molaplace.saving.weights": "weight files of other programs",
+}
+"""Undocumented modules that the laboratory shares with the library's commands, and what it takes from them."""
+
+
+def imports(path):
+    """All names that a file imports from the library, in the form module.name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "molaplace":
+                    yield alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "molaplace":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_public(name):
+    module, _, last = name.rpartition(".")
+    if name == "molaplace" or (module == "molaplace" and last in mola.__all__):
+        return True
+    shared = any(f"{name}.".startswith(f"{prefix}.") for prefix in SHARED)
+    return shared or name in DOCUMENTED or module in DOCUMENTED
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_the_laboratory_imports_public_names(path):
+    assert [name for name in imports(path) if not is_public(name)] == []
+
+
+def test_the_library_never_imports_the_laboratory():
+    for path in (ROOT / "src" / "molaplace").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) molaplace_lab", path.read_text(), re.M), path
