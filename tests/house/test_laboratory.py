@@ -17,12 +17,9 @@ DOCUMENTED = set(re.findall(r"^::: (molaplace[\w.]*)", REFERENCE, re.M))
 
 SHARED = {
     "molaplace.component": "posteriors over some of the networks whose sums were saved",
-    "molaplace.demo": "the digits and the patches of the demonstration",
-    "molaplace.evaluation": "columns of predictions, and the results of which records are made",
     "molaplace.imported": "functions named package.module:function",
     "molaplace.network": "features and logits of networks",
     "molaplace.perceptrons": "perceptrons trained side by side",
-    "molaplace.report": "tables, figures and pages, which the reports of suites continue",
     "molaplace.saving.weights": "weight files of other programs",
 }
 """Undocumented modules that the laboratory shares with the library's commands, and what it takes from them."""
