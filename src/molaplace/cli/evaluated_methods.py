@@ -201,10 +201,7 @@ def tune_methods(
     single = _tune_single(fitted, held_out, exposed, team)
     alone, alone_notes = _scale_networks(posterior, held_out, team)
     methods = EvaluatedMethods(posterior, single, alone, *_guarantees(fitted))
-    scaled = "logits are divided by a power" if classification else "standard deviations grow with a power"
     for method, tuned in {LAPLACE: single, methods.own: posterior}.items():
-        if tuned.distance_exponent > 0:
-            notes.append(f"{method}: {scaled} of the distance (exponent {tuned.distance_exponent:.4g}).")
         if tuned.tuning is not None:
             notes += [f"{method}: {note}" for note in tuned.tuning.notes]
     return methods, notes + alone_notes

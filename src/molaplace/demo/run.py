@@ -240,7 +240,7 @@ def _columns(method: MoLA, inputs: Tensor, labels: Tensor | None) -> PredictionC
 def _tuned(method: MoLA) -> dict[str, Any]:
     if method.structure is None or method.tuning is None:
         return {}
-    return {"prior_precision": list(method.prior_precision), "rule": method.tuning.rule}
+    return {"prior_precision": list(method.prior_precision), **method.settings.changed(), "rule": method.tuning.rule}
 
 
 def _pictures(inputs: Tensor) -> Pictures:

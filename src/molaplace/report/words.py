@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from molaplace.evaluation import CLEAR, SAME, Comparison, Lead
 from molaplace.evaluation.estimates import Name
@@ -38,9 +39,6 @@ REGRESSION_METHODS = {
     "DE": "the plain deep ensemble: a mixture of all networks, each with its own noise",
     "DE-N": "DE with its noise rescaled to fit the validation data",
 }
-
-TUNED = {"prior_precision": "Prior precision", "noise": "Noise", "temperature": "Temperature"}
-"""Tuned values listed in the remarks."""
 
 MOST_LEFT_OUT = 5
 """Maximum number of inputs left out of a set that the remarks name."""
@@ -131,15 +129,18 @@ def lead_sentence(lead: Lead, what: str, digits: int = 2) -> str:
 def evaluation_remarks(comparison: Comparison) -> list[str]:
     """Return sentences about tuned values and omitted inputs, and the notes."""
     lines = []
-    for entry, title in TUNED.items():
-        for method, result in comparison.methods.items():
-            value = result.chosen.get(entry)
-            if value is not None:
-                numbers = value if entry == "noise" else value[:1] if isinstance(value, list) else [value]
-                lines.append(f"{title} of {method}: {', '.join(f'{number:.4g}' for number in numbers)}.")
+    for name in dict.fromkeys(name for result in comparison.methods.values() for name in result.chosen):
+        title = name.replace("_", " ").capitalize()
+        tuned = {method: result.chosen[name] for method, result in comparison.methods.items() if name in result.chosen}
+        lines += [f"{title} of {method}: {_listed(value)}." for method, value in tuned.items()]
     lines += comparison.notes
     for name, reasons in comparison.left_out.items():
         listed = "; ".join(f"{entry}: {reason}" for entry, reason in list(reasons.items())[:MOST_LEFT_OUT])
         more = f"; and {len(reasons) - MOST_LEFT_OUT} more" if len(reasons) > MOST_LEFT_OUT else ""
         lines.append(f"Inputs left out of {name}: {len(reasons)} ({listed}{more}).")
     return lines
+
+
+def _listed(value: Any) -> str:
+    texts = [f"{number:.4g}" for number in (value if isinstance(value, list) else [value])]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)  # networks usually share a value
