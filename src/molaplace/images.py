@@ -71,7 +71,8 @@ class Preparation:
         elif self.resize is not None:
             # Round the longer side down, as torchvision does.
             shorter = min(width, height)
-            width, height = self.resize * width // shorter, self.resize * height // shorter
+            width = self.resize * width // shorter
+            height = self.resize * height // shorter
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from molaplace.cli.data.arrays import open_arrays
 from molaplace.cli.data.dataset import Loader, SkippedInputs
-from molaplace.cli.data.opening import Own, open_dataset
+from molaplace.cli.data.opening import FunctionDataset, open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.fit import run_fit
 from molaplace.errors import DataError, OptionError
@@ -52,20 +52,20 @@ def spoil(folder: Path) -> dict[str, str]:
 def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, tmp_path):
     folder = copy_of(workspace, "train", tmp_path / "train")
     expected = spoil(folder)
-    account = SkippedInputs()
-    loader = Loader(open_dataset(str(folder), INTAKE, labelled=True), account)
+    skipped = SkippedInputs()
+    loader = Loader(open_dataset(str(folder), INTAKE, labelled=True), skipped)
     inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
     good_inputs, good_labels = workspace.inputs("train")
     assert torch.equal(labels, good_labels)
     assert torch.equal(inputs, good_inputs)
-    found = account.left_out[str(folder)]
+    found = skipped.left_out[str(folder)]
     assert found.keys() == expected.keys()
     assert all(words in found[name] for name, words in expected.items())
-    assert len(account) == 5
+    assert len(skipped) == 5
     list(loader)
-    assert len(account) == 5, "read twice, counted once"
-    assert any("5 inputs left out" in line for line in account.lines())
-    assert any("and 2 more" in line for line in account.lines(shown=3))
+    assert len(skipped) == 5, "read twice, counted once"
+    assert any("5 inputs left out" in line for line in skipped.lines())
+    assert any("and 2 more" in line for line in skipped.lines(shown=3))
     with pytest.raises(
         DataError, match=r"(cannot be decoded|pixels|subfolder).*with --strict, no input may be left out"
     ):
@@ -77,8 +77,8 @@ def test_what_most_images_are_is_what_all_should_be(workspace, tmp_path):
     folder = copy_of(workspace, "train", tmp_path / "train")
     Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(folder / "cat" / "000-first.png")
     result = run_fit(job_for(workspace, train=str(folder)), tmp_path / "posterior")
-    assert result["result"]["intake"]["shape"] == [3, 6, 6]
-    assert result["result"]["intake"]["mode"] == "RGB"
+    assert result["result"]["preprocessing"]["shape"] == [3, 6, 6]
+    assert result["result"]["preprocessing"]["mode"] == "RGB"
     assert list(result["left_out"][str(folder)]) == ["cat/000-first.png"]
     assert result["result"]["left_out"] == 1
 
@@ -147,8 +147,8 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(workspace, tmp_path):
     picture = next(good.iterdir())
     lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
     (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
-    account = SkippedInputs()
-    ((_, labels),) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
+    skipped = SkippedInputs()
+    ((_, labels),) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), skipped)
     assert labels.tolist() == [1, 1], "by name or by number"
     rows = next(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES).batches())
     assert [words and words.split(":")[0] for words in rows.errors] == [
@@ -180,8 +180,8 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     labels = np.arange(11) % 3
     np.savez_compressed(tmp_path / "set.npz", inputs=np.asfortranarray(values), labels=labels)
     np.save(tmp_path / "set.npy", values)
-    intake = Preprocessing(batch_size=4, dtype="float64")
-    source = open_arrays(tmp_path / "set.npz", intake, labelled=True)
+    preprocessing = Preprocessing(batch_size=4, dtype="float64")
+    source = open_arrays(tmp_path / "set.npz", preprocessing, labelled=True)
     assert source.count == 11
     rows = list(source.batches())
     assert [len(one.names) for one in rows] == [4, 4, 3]
@@ -193,20 +193,20 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     kept = [0, 1, 2, 4, 5, 6, 8, 9, 10]
     assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
     assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
-    alone = list(open_arrays(tmp_path / "set.npy", intake, labelled=False).batches())
+    alone = list(open_arrays(tmp_path / "set.npy", preprocessing, labelled=False).batches())
     assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[kept])
 
 
 def test_bytes_are_pixels_in_any_layout(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
-    intake = Preprocessing(mean=(0.5,), std=(0.25,))
+    preprocessing = Preprocessing(mean=(0.5,), std=(0.25,))
     expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
         np.savez(tmp_path / f"{name}.npz", x=values)
-        (rows,) = open_arrays(tmp_path / f"{name}.npz", intake, labelled=False).batches()
+        (rows,) = open_arrays(tmp_path / f"{name}.npz", preprocessing, labelled=False).batches()
         assert_close(rows.inputs, expected)
     np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
-    (rows,) = open_arrays(tmp_path / "grey.npz", intake, labelled=False).batches()
+    (rows,) = open_arrays(tmp_path / "grey.npz", preprocessing, labelled=False).batches()
     assert_close(rows.inputs, expected[:, :1])
 
 
@@ -246,7 +246,9 @@ ODD = {
 
 @pytest.mark.parametrize("words", ODD)
 def test_batches_that_are_none_are_refused_with_the_place(words):
-    source = Own(name="mine:batches", intake=Preprocessing(), function=lambda: [ODD[words]], labelled=True)
+    source = FunctionDataset(
+        name="mine:batches", preprocessing=Preprocessing(), function=lambda: [ODD[words]], labelled=True
+    )
     with pytest.raises(DataError, match=rf"batch 0 of mine:batches.*{words}"):
         list(source.batches())
 

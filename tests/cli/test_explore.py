@@ -118,9 +118,9 @@ def test_pictures_reach_the_networks_as_the_training_data_did(shape):
     assert sight.read(to_url(image)).tobytes() == image.tobytes()
     own = NORMALISATIONS["cifar10"]
     photograph = noise((3, 40, 60))
-    intake = Preprocessing(resize=16, crop=12, mode="RGB", mean=own.mean, std=own.std)
-    sight = Sight((3, 12, 12), intake)
-    assert torch.equal(sight.inputs([sight.fit(photograph)])[0], own(intake.prepare(photograph)))
+    preprocessing = Preprocessing(resize=16, crop=12, mode="RGB", mean=own.mean, std=own.std)
+    sight = Sight((3, 12, 12), preprocessing)
+    assert torch.equal(sight.inputs([sight.fit(photograph)])[0], own(preprocessing.prepare(photograph)))
     assert sight.images(sight.inputs([sight.fit(photograph)]))[0].tobytes() == sight.fit(photograph).tobytes()
     assert Sight((1, 10, 20), Preprocessing()).fit(photograph).size == (20, 10)
 

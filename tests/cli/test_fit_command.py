@@ -33,7 +33,7 @@ def test_a_job_is_what_a_program_would_have_done(workspace, fitted):
     assert fitted.classes == CLASSES
     assert fitted.example.shape == (2, 3, 6, 6)
     assert fitted.example.dtype == torch.float32
-    assert fitted.intake.mode == "RGB"
+    assert fitted.preprocessing.mode == "RGB"
     assert fitted.document["result"]["outputs"] == 3
 
 
@@ -154,8 +154,8 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
     [
         ("inputs", [{"name": "", "shape": [3, 6, 6], "dtype": "load"}]),
         ("inputs", [{"name": "", "shape": [3, 2**30], "dtype": "float32"}]),
-        ("intake", {"spell": 1}),
-        ("intake", {"mean": "a"}),
+        ("preprocessing", {"spell": 1}),
+        ("preprocessing", {"mean": "a"}),
         ("validation", {"outlier_threshold": "x"}),
         ("classes", ["cat"]),
         ("outputs", 4),

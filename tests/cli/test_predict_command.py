@@ -118,7 +118,7 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
 def test_numbers_are_equal_across_sources_and_batch_sizes(workspace, fitted, tmp_path):
     expected = fitted.posterior.predict(workspace.inputs("test")[0])
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
-        opened = replace(fitted, intake=replace(fitted.intake, batch_size=size))
+        opened = replace(fitted, preprocessing=replace(fitted.preprocessing, batch_size=size))
         result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
         found = read(tmp_path / f"{number}.jsonl")
         for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
@@ -136,7 +136,9 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
     (folder / "00-corrupt.png").write_bytes((folder / "03.png").read_bytes()[:50])
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(folder / "zz-large.png")
     Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
-    opened = replace(fitted, intake=replace(fitted.intake, batch_size=1))  # the first batch has no usable input
+    opened = replace(
+        fitted, preprocessing=replace(fitted.preprocessing, batch_size=1)
+    )  # the first batch has no usable input
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
     rows, left_out = read(tmp_path / f"out.{ending}"), result["left_out"][str(folder)]

@@ -38,13 +38,17 @@ CERTAINTY = 0.95
 FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
-MOST_DATA, MOST_NUMBERS = 100_000, 2**23
+MOST_DATA = 100_000
+MOST_NUMBERS = 2**23
 """Limits on how many validation examples and values are saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix for the names of the saved tensors."""
 
-SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_variance", "target"
+SCORE = "ood_score"
+MEANS = "component_mean"
+VARIANCES = "component_variance"
+TARGETS = "target"
 
 
 def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
@@ -53,22 +57,24 @@ def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> di
     For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
     targets (n, D).
     """
-    found = {SCORE: prediction.ood_score}
+    columns = {SCORE: prediction.ood_score}
     if guarantees and isinstance(prediction, RegressionPrediction):
-        means, variances = prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1)
-        found |= {MEANS: means, VARIANCES: variances, TARGETS: labels}
+        means = prediction.component_mean.transpose(0, 1)
+        variances = prediction.component_variance.transpose(0, 1)
+        columns |= {MEANS: means, VARIANCES: variances, TARGETS: labels}
     elif guarantees:
-        found |= Calibration.of(prediction.probs, labels).columns()
-    found = {name: values.detach().cpu() for name, values in found.items()}
-    return {name: values.double() if values.is_floating_point() else values for name, values in found.items()}
+        columns |= Calibration.of(prediction.probs, labels).columns()
+    columns = {name: values.detach().cpu() for name, values in columns.items()}
+    return {name: values.double() if values.is_floating_point() else values for name, values in columns.items()}
 
 
 def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the columns of an evenly spaced subset that respects the limits `MOST_DATA` and `MOST_NUMBERS`."""
-    count, width = len(columns[SCORE]), sum(column[0].numel() for column in columns.values())
-    kept = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
-    places = torch.linspace(0, count - 1, kept, dtype=torch.float64).round().long()
-    return {name: column[places] for name, column in columns.items()}
+    count = len(columns[SCORE])
+    width = sum(column[0].numel() for column in columns.values())
+    size = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
+    indices = torch.linspace(0, count - 1, size, dtype=torch.float64).round().long()
+    return {name: column[indices] for name, column in columns.items()}
 
 
 def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,13 +85,13 @@ def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_columns(folder: Path) -> dict[str, Tensor]:
     """Return the values that a folder stores for its validation data."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
-    found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
-    score = found.get(SCORE, torch.zeros(0))
+    columns = {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
+    score = columns.get(SCORE, torch.zeros(0))
     if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
         raise StorageError(
             f"{folder} does not contain scores for validation data. Fit again with `molaplace fit --val`."
         )
-    return found
+    return columns
 
 
 def default_alarm(scores: Tensor) -> tuple[float, float]:
@@ -121,25 +127,25 @@ class Decisions:
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
         """Return the decisions for each input: "outlying" (n,), "answer" (n,) and "set" (n, C), each only if its threshold exists."""
-        found: dict[str, Tensor] = {}
+        decisions: dict[str, Tensor] = {}
         if self.alarm is not None:
-            found["outlying"] = prediction.ood_score.double() > self.alarm
+            decisions["outlying"] = prediction.ood_score.double() > self.alarm
         if self.answer is not None:
-            found["answer"] = (prediction.confidence.double() > float(self.answer)) & ~found["outlying"]
+            decisions["answer"] = (prediction.confidence.double() > float(self.answer)) & ~decisions["outlying"]
         if self.sets is not None:
-            found["set"] = self.sets(prediction)
-        return found
+            decisions["set"] = self.sets(prediction)
+        return decisions
 
     def plain(self) -> dict[str, Any]:
         """Return the guarantees and their thresholds as plain values."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.answer is not None:
-            promise = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
-            found["answer"] = {"threshold": float(self.answer), **promise}
-        for name, one in (("sets", self.sets), ("intervals", self.intervals)):
-            if one is not None:
-                found[name] = {"coverage": one.coverage, "threshold": one.threshold.tolist()}
-        return found
+            guarantee = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
+            values["answer"] = {"threshold": float(self.answer), **guarantee}
+        for name, decision in (("sets", self.sets), ("intervals", self.intervals)):
+            if decision is not None:
+                values[name] = {"coverage": decision.coverage, "threshold": decision.threshold.tolist()}
+        return values
 
 
 def saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
@@ -163,10 +169,11 @@ def saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration
 
 def saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
     """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
-    columns, weights = _saved_columns_of(fitted, option), fitted.posterior.weights
+    columns = _saved_columns_of(fitted, option)
+    weights = fitted.posterior.weights
     known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
     shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
-    exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
+    exact = all(values.dtype == torch.float64 and bool(values.isfinite().all()) for values in known)
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
             f"the validation predictions in {fitted.folder} are invalid: expected the means and variances of "
@@ -226,13 +233,16 @@ def make_decisions(
     if by_class and coverage is None:
         raise OptionError("--by-class requires --coverage. Pass both or neither.")
     regression = not fitted.posterior.likelihood.classification
-    for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
-        if regression and given and not fitted.posterior.is_dense:
+    for option, is_given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
+        if regression and is_given and not fitted.posterior.is_dense:
             raise OptionError(
                 f"{option} applies only to classification, but {fitted.folder} contains a regression posterior. Use "
                 f"--coverage 0.9 for intervals."
             )
-    limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
+    limit = alarm(fitted, false_alarm_rate)
+    answer = None
+    sets = None
+    intervals = None
     if error_rate is not None:
         known, score = saved_calibration(fitted, "--error-rate")
         with _naming("--error-rate"):

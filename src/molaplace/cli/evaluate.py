@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from molaplace import __version__
-from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
+from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
 from molaplace.cli.evaluated_methods import (
@@ -165,7 +165,7 @@ def run_evaluate(
     team = team or Team.single()
     steps = 2 + len(outliers)
 
-    def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
+    def loader(source: Dataset, doing: str, step: int, *, labelled: bool) -> Loader:
         def on_share(share: float) -> None:
             progress(doing, (step + share) / steps)
 

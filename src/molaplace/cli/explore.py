@@ -27,7 +27,9 @@ def explore(options: ExploreOptions) -> None:
     from molaplace.cli.explorer.subject import digits_subject, open_subject
     from molaplace.demo.run import DemoSettings
 
-    posterior, port, quiet = options.posterior, options.port, options.quiet
+    posterior = options.posterior
+    port = options.port
+    quiet = options.quiet
     with socket.socket() as probe:  # check the port before any work begins
         if port is not None and probe.connect_ex((HOST, port)) == 0:
             raise OptionError(f"port {port} on {HOST} is in use. Choose another port with --port, or omit --port.")

@@ -53,8 +53,8 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
     if options.onnx is None and options.torch is None:
         raise OptionError("no file to write. Pass --onnx FILE, --torch FILE, or both.")
     example = fitted.example
-    made = make_decisions(fitted, **options.rates())
-    if made.intervals is not None:
+    decisions = make_decisions(fitted, **options.rates())
+    if decisions.intervals is not None:
         raise OptionError(
             "--coverage: exported files output means and variances, but no calibrated intervals. Use `molaplace predict --coverage`, or "
             "mola.prediction_intervals in Python."
@@ -64,16 +64,16 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
         "outputs": options.outputs,
         "float16": options.float16,
         "check": options.check,
-        "ood_threshold": made.alarm,
-        "answer_threshold": None if made.answer is None else float(made.answer),
-        "set_threshold": None if made.sets is None else made.sets.least_probability,
+        "ood_threshold": decisions.alarm,
+        "answer_threshold": None if decisions.answer is None else float(decisions.answer),
+        "set_threshold": None if decisions.sets is None else decisions.sets.least_probability,
     }
     if options.pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:
             raise OptionError(
                 "--pixels: expected networks whose input is one tensor of images (batch, channels, height, width)."
             )
-        settings["preparation"] = Pixels(fitted.intake.mean, fitted.intake.std)
+        settings["preparation"] = Pixels(fitted.preprocessing.mean, fitted.preprocessing.std)
         example = torch.zeros(example.shape, dtype=torch.uint8)
     written = []
     if options.onnx is not None:
@@ -103,15 +103,15 @@ def export(options: ExportOptions) -> None:
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         progress("writing the graph", 0.3)
         written = run_export(fitted, options)
-        for one in written:
-            write_run(options, "export", one.path.with_name(f"{one.path.name}.toml"))
+        for file in written:
+            write_run(options, "export", file.path.with_name(f"{file.path.name}.toml"))
         progress("done", 1.0)
     if options.as_json:
-        click.echo(json.dumps([one.plain() for one in written], indent=2, ensure_ascii=False))
+        click.echo(json.dumps([file.plain() for file in written], indent=2, ensure_ascii=False))
     elif not options.quiet:
         console = Console(highlight=False)
-        for one in written:
-            _show(console, one)
+        for file in written:
+            _show(console, file)
 
 
 def _show(console: Console, written: Written) -> None:
@@ -119,11 +119,11 @@ def _show(console: Console, written: Written) -> None:
     for title in ("", "name", "type", "shape", "difference"):
         table.add_column(title, no_wrap=True)
     for kind, tensors in (("input", written.inputs), ("output", written.outputs)):
-        for one in tensors:
-            difference = (written.differences or {}).get(one.name) if kind == "output" else None
-            shape = ", ".join(map(str, one.shape))
+        for tensor in tensors:
+            difference = (written.differences or {}).get(tensor.name) if kind == "output" else None
+            shape = ", ".join(map(str, tensor.shape))
             table.add_row(
-                kind, escape(one.name), one.dtype, f"({shape})", "" if difference is None else f"{difference:.1e}"
+                kind, escape(tensor.name), tensor.dtype, f"({shape})", "" if difference is None else f"{difference:.1e}"
             )
     console.print(
         f"Wrote [bold]{escape(str(written.path))}[/bold] ({written.bytes / 1e6:.2f} MB, "

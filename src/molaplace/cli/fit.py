@@ -21,7 +21,7 @@ from rich.markup import escape
 from torch import Tensor
 
 import molaplace as mola
-from molaplace.cli.data.dataset import Loader, Set, SkippedInputs
+from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
 from molaplace.cli.data.opening import are_same, open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
@@ -59,11 +59,13 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
     """Return a job's rule with its settings, or None if the prior precision is not tuned."""
     name = one_of(job.rule_name, RULE_NAMES, "--rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
-    given = {field: value for field, (_, value) in settings.items() if value is not None}
-    for field in given:
-        known = [one for one, rule in RULES.items() if hasattr(rule, field)]
-        if name not in known:
-            raise OptionError(f"{settings[field][0]} applies only to --rule {' or '.join(known)}; got --rule {name}.")
+    values = {field: value for field, (_, value) in settings.items() if value is not None}
+    for field in values:
+        accepting = [rule_name for rule_name, rule in RULES.items() if hasattr(rule, field)]
+        if name not in accepting:
+            raise OptionError(
+                f"{settings[field][0]} applies only to --rule {' or '.join(accepting)}; got --rule {name}."
+            )
     if job.prior_precision != 1.0 and name != "none":
         raise OptionError(
             f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
@@ -77,7 +79,7 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
     if name == "outliers":
         return Outliers([] if outliers is None else outliers)
-    return None if name == "none" else replace(RULES[name], **given) if given else RULES[name]  # type: ignore[type-var]
+    return None if name == "none" else replace(RULES[name], **values) if values else RULES[name]  # type: ignore[type-var]
 
 
 def check_job(job: Job) -> None:
@@ -134,8 +136,8 @@ def run_fit(
     for network in built.networks:
         move(network, job.device)
     together = Team.single() if team is None else team
-    account = SkippedInputs()
-    data = FitData(job, built, account, progress, together)
+    skipped = SkippedInputs()
+    data = FitData(job, built, skipped, progress, together)
     # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
     # which may take hours.
     held_out = None
@@ -160,7 +162,7 @@ def run_fit(
     posterior = _tune(posterior, job, data, held_out)
     progress("checking", 0.85)
     measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
-    data.account = account = account.together(together)
+    data.skipped = skipped = skipped.together(together)
     # List individual files, because files added to a folder later do not belong to this posterior.
     weights = built.files
     if bundle and together.first:
@@ -182,7 +184,7 @@ def run_fit(
         "result": document["result"],
         "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
         "replaced": replaced,
-        "left_out": account.left_out,
+        "left_out": skipped.left_out,
     }
 
 
@@ -191,10 +193,11 @@ def _positions(job: Job) -> str | int:
 
 
 def _read_validation(built: BuiltNetworks, job: Job, data: FitData, val: Loader) -> HeldOut:
-    names, likelihood = [job.head] * len(built.networks), job.meaning()
+    names = [job.head] * len(built.networks)
+    likelihood = job.meaning()
     with evaluating(*built.networks):
-        found = find_heads(built.networks, names, data.first, likelihood)
-        heads = [replace(head, ignore_index=job.ignore_index) for head in found]
+        heads = find_heads(built.networks, names, data.first, likelihood)
+        heads = [replace(head, ignore_index=job.ignore_index) for head in heads]
         where = "validation data"
         held_out = read_held_out(built.networks, heads, val, likelihood, where=where, labelled=True, team=data.team)
     try:
@@ -227,27 +230,33 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
     plain = PredictionColumns()
     whole = PredictionColumns()
-    team, likelihood = held_out.team, posterior.likelihood
-    count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
+    team = held_out.team
+    likelihood = posterior.likelihood
+    count = len(posterior.components)
+    discrete = isinstance(likelihood, ClassificationLikelihood)
     # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
-    kept: list[dict[str, Tensor]] = []
+    saved: list[dict[str, Tensor]] = []
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
         # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.
         if isinstance(likelihood, ClassificationLikelihood):
-            alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
+            alone = mixed(posterior.weights, [likelihood.probabilities(outputs) for outputs in part.outputs])
             plain.add_probabilities(alone, labels, likelihood=likelihood)
         else:
             plain.add(networks_alone(posterior, prediction, count, factors), labels)
         whole.add(prediction, labels)
-        kept.append(decision_columns(prediction, labels, guarantees=guarantees))
-    names = sorted({name for one in team.collect(list(kept[0]) if kept else []) for name in one})
-    columns = {name: team.gather(torch.cat([one[name] for one in kept]) if kept else None) for name in names}
-    total, columns = len(columns[SCORE]), thinned(columns)
+        saved.append(decision_columns(prediction, labels, guarantees=guarantees))
+    names = sorted({name for part_columns in team.collect(list(saved[0]) if saved else []) for name in part_columns})
+    columns = {
+        name: team.gather(torch.cat([part_columns[name] for part_columns in saved]) if saved else None)
+        for name in names
+    }
+    total = len(columns[SCORE])
+    columns = thinned(columns)
     threshold, rate = default_alarm(columns[SCORE])
     measured = {
         "networks": summary(plain.gather(team)),
@@ -289,9 +298,9 @@ def _result(posterior: MoLA, data: FitData, measured: dict[str, Any] | None) -> 
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_layer("a result").sums.count,
         "has_positions": posterior.is_dense,
-        "left_out": len(data.account),
-        "intake": data.intake.plain(),
-        "images": data.intake.describe() if data.train.has_pixels else "",
+        "left_out": len(data.skipped),
+        "preprocessing": data.preprocessing.plain(),
+        "images": data.preprocessing.describe() if data.train.has_pixels else "",
         "validation": measured,
         "versions": {"molaplace": mola.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -304,31 +313,37 @@ class FitData:
     and `first` is a small batch of training inputs.
     """
 
-    def __init__(self, job: Job, built: BuiltNetworks, account: SkippedInputs, progress: Progress, team: Team) -> None:
-        self.job, self.account, self.progress, self.team = job, account, progress, team
-        floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
+    def __init__(self, job: Job, built: BuiltNetworks, skipped: SkippedInputs, progress: Progress, team: Team) -> None:
+        self.job = job
+        self.skipped = skipped
+        self.progress = progress
+        self.team = team
+        floats = [parameter.dtype for parameter in built.networks[0].parameters() if parameter.is_floating_point()]
         dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
-        self.intake = make_preprocessing(job, built.hints, dtype)
+        self.preprocessing = make_preprocessing(job, built.hints, dtype)
         self.classes = job.classes if isinstance(job.classes, tuple) else built.classes
         self.outputs: int | None = None
         train = self._open(str(job.train), labelled=True)
         if isinstance(train, ImageDataset):
             mode, shape = most_frequent_form(train)
-            self.intake = replace(self.intake, mode=mode, shape=shape)
-        few = replace(train, intake=replace(self.intake, batch_size=min(8, self.intake.batch_size)))
-        self.first = as_batch(next(iter(Loader(few, SkippedInputs(), labelled=False))), str(job.train)).inputs
+            self.preprocessing = replace(self.preprocessing, mode=mode, shape=shape)
+        sample = replace(
+            train, preprocessing=replace(self.preprocessing, batch_size=min(8, self.preprocessing.batch_size))
+        )
+        self.first = as_batch(next(iter(Loader(sample, SkippedInputs(), labelled=False))), str(job.train)).inputs
         if isinstance(self.first, Tensor):
-            self.intake = replace(self.intake, shape=tuple(self.first.shape[1:]))
+            self.preprocessing = replace(self.preprocessing, shape=tuple(self.first.shape[1:]))
         self.classes = self.classes or train.classes
         self.inputs = describe_inputs(self.first)
         self.outputs = self._count_outputs(built, isinstance(train, ImageDataset))
         listed = self.classes or ()
-        many, outputs = len(listed), counted(self.outputs, "output")
+        many = len(listed)
+        outputs = counted(self.outputs, "output")
         classes = f"{counted(many, 'class', 'classes')} ({', '.join(listed[:5])}{', ...' if many > 5 else ''})"
         if isinstance(job.classes, int) and job.classes != self.outputs:
-            found = f"the network has {outputs}" + (f" and {job.train} has {classes}" if listed else "")
+            contents = f"the network has {outputs}" + (f" and {job.train} has {classes}" if listed else "")
             raise DataError(
-                f"--classes is {job.classes}, but {found}. Correct --classes, or choose other data or networks."
+                f"--classes is {job.classes}, but {contents}. Correct --classes, or choose other data or networks."
             )
         if listed and many != self.outputs:
             advice = (
@@ -344,34 +359,35 @@ class FitData:
 
     def _count_outputs(self, built: BuiltNetworks, images: bool) -> int:
         try:
-            network, likelihood = built.networks[0].eval(), self.job.meaning()
+            network = built.networks[0].eval()
+            likelihood = self.job.meaning()
             outputs = call(network, self.first)
             if outputs.dim() > 2:  # the head determines the class dimension
                 with evaluating(network):
                     return find_heads([network], [self.job.head], self.first, likelihood)[0].outputs
             return 1 if outputs.dim() == 1 else outputs.shape[1]
         except DataError as error:
-            if not images or self.intake.shape is None:
+            if not images or self.preprocessing.shape is None:
                 raise
-            channels, height, width = self.intake.shape
+            channels, height, width = self.preprocessing.shape
             raise DataError(
                 f"the network does not accept images of {height}x{width} pixels with {counted(channels, 'channel')}. Use --resize "
                 f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
             ) from error
 
-    def _open(self, name: str, *, labelled: bool) -> Set:
+    def _open(self, name: str, *, labelled: bool) -> Dataset:
         return open_dataset(
-            name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+            name, self.preprocessing, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
         )
 
-    def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
+    def loader(self, source: Dataset, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
         """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work."""
         self.progress(doing, start)
 
         def on_share(share: float) -> None:
             self.progress(doing, start + (end - start) * share)
 
-        return Loader(source, self.account, self.job.strict, labelled, on_share, self.team)
+        return Loader(source, self.skipped, self.job.strict, labelled, on_share, self.team)
 
 
 DISCRETE = [
@@ -417,7 +433,8 @@ def fit(options: FitOptions) -> None:
 
     with join() as team:
         # Only one process writes and prints.
-        quiet, as_json = options.quiet or not team.first, options.as_json and team.first
+        quiet = options.quiet or not team.first
+        as_json = options.as_json and team.first
         with showing_progress(quiet=quiet) as progress:
             summary = run_fit(
                 options, options.output, progress, bundle=options.bundle, team=team, checkpoint=options.checkpoint
@@ -429,29 +446,29 @@ def fit(options: FitOptions) -> None:
 
 def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    found = summary["result"]
-    networks = len(found["prior_precision"])
-    outputs = counted(found["outputs"], "class", "classes")
+    result = summary["result"]
+    networks = len(result["prior_precision"])
+    outputs = counted(result["outputs"], "class", "classes")
     if options.likelihood != "categorical":
-        outputs = counted(found["outputs"], "output")
+        outputs = counted(result["outputs"], "output")
     if options.heteroscedastic:
-        outputs += f", means and variances of {counted(found['outputs'] // 2, 'target')},"
-    part = "position" if found["has_positions"] else "input"
+        outputs += f", means and variances of {counted(result['outputs'] // 2, 'target')},"
+    part = "position" if result["has_positions"] else "input"
     datum = "input" if options.positions == "average" else part
-    precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
-    rule = f", rule {rule_name(found['rule'])}" if found["rule"] else ""
+    precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in result["prior_precision"]))
+    rule = f", rule {rule_name(result['rule'])}" if result["rule"] else ""
     console.print(
-        f"Fitted {counted(networks, 'network')} with {outputs} on {counted(found['train_count'], datum)}: structure "
-        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(found))}{rule}."
+        f"Fitted {counted(networks, 'network')} with {outputs} on {counted(result['train_count'], datum)}: structure "
+        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(result))}{rule}."
     )
-    if found["images"]:
-        console.print(f"Images: {found['images']}.")
-    measured = found["validation"]
+    if result["images"]:
+        console.print(f"Images: {result['images']}.")
+    measured = result["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
         # The first row uses the same mixture weights as the posterior, but no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
-        values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
+        values = {name: [factor * metrics[key] for key, _, factor, _ in columns] for name, metrics in rows.items()}
         caption = f"{counted(measured['count'], part)}, also used for tuning. For other data, use `molaplace evaluate`."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
@@ -459,8 +476,9 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     for note in notes:
         console.print(f"Note: {escape(note)}")
     console.print(f"[bold]{escape(first)}[/bold]")
-    place = escape(str(options.output))
+    folder = escape(str(options.output))
     instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
     console.print(
-        f"Wrote [bold]{place}[/bold]{instead}. Next: molaplace predict {place} DATA -o predictions.csv", soft_wrap=True
+        f"Wrote [bold]{folder}[/bold]{instead}. Next: molaplace predict {folder} DATA -o predictions.csv",
+        soft_wrap=True,
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.cli.consent import require_trust
-from molaplace.cli.data.dataset import Set
+from molaplace.cli.data.dataset import Dataset
 from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import NAME, Job, job_of
@@ -39,7 +39,7 @@ RESULT = {
     "outputs": int,
     "form": str,
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
-    "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
+    "preprocessing": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
     "images": str,
 }
 LARGEST_INPUT = 2**28
@@ -60,7 +60,7 @@ class PosteriorFolder:
     """Names of the classes, labels or targets, if they have names."""
     example: Any
     """A batch of 2 all-zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
-    intake: Preprocessing
+    preprocessing: Preprocessing
     document: dict[str, Any]
     """Contents of `job.toml` as nested tables."""
     job: Job
@@ -80,7 +80,7 @@ class PosteriorFolder:
         labelled: bool,
         by_user: bool = False,
         absent: str | None = None,
-    ) -> Set:
+    ) -> Dataset:
         """Open data by name and prepare them in the same way as the training data.
 
         Unless `by_user` is true, the name comes from the folder, and a function needs the user's consent.
@@ -91,7 +91,7 @@ class PosteriorFolder:
         if not by_user:
             require_trust([name], self.folder, "--val", trust=self.trust)
         return open_dataset(
-            name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+            name, self.preprocessing, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
         )
 
 
@@ -113,13 +113,13 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         check(document, {"result": RESULT}, "job")
         result = document["result"]
         check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
-        Preprocessing.from_plain(result["intake"])
-        shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
+        Preprocessing.from_plain(result["preprocessing"])
+        shapes, types = zip(*((entry["shape"], entry["dtype"]) for entry in result["inputs"]), strict=True)
         if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
             raise StorageError(
                 f"found {len(result['classes'])} output names, {result['outputs']} outputs and inputs of shapes {shapes}."
             )
-        if not all(isinstance(getattr(torch, one, None), torch.dtype) for one in types):
+        if not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in types):
             raise StorageError(f"found inputs of type {', '.join(types)}.")
     except (StorageError, ValueError) as error:
         raise StorageError(f"{path / files.DOCUMENT} is damaged: {error}") from error
@@ -155,7 +155,7 @@ def open_posterior(
         posterior=move(posterior, device),
         classes=tuple(result["classes"]) or None,
         example=example_of(result),
-        intake=Preprocessing.from_plain(result["intake"]),
+        preprocessing=Preprocessing.from_plain(result["preprocessing"]),
         document=document,
         job=job,
         folder=path,
@@ -166,9 +166,9 @@ def open_posterior(
 def move(module: Moved, device: str) -> Moved:
     """Move a network, or a posterior with its networks, to a device, switch it to evaluation mode and return it."""
     try:
-        place = torch.device(device)
-        torch.zeros(1, device=place).cpu()  # fails for "meta", whose tensors have no values
-        return module.to(place).eval()
+        target = torch.device(device)
+        torch.zeros(1, device=target).cpu()  # fails for "meta", whose tensors have no values
+        return module.to(target).eval()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
@@ -176,11 +176,14 @@ def move(module: Moved, device: str) -> Moved:
 def describe_inputs(inputs: Any) -> dict[str, Any]:
     """Return the form, shapes and types of the inputs in a batch, as plain values."""
     if isinstance(inputs, Tensor):
-        form, named = "tensor", {"": inputs}
+        form = "tensor"
+        named = {"": inputs}
     elif isinstance(inputs, dict):
-        form, named = "mapping", {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        form = "mapping"
+        named = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     else:
-        form, named = "tuple", {str(index): value for index, value in enumerate(inputs)}
+        form = "tuple"
+        named = {str(index): value for index, value in enumerate(inputs)}
     described = [
         {"name": name, "shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
         for name, value in named.items()
@@ -190,15 +193,15 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 def example_of(result: dict[str, Any]) -> Any:
     """Return a batch of 2 all-zero inputs. Masks are filled with ones, because a fully masked input gives NaN."""
-    made = {
-        one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
-            2, *one["shape"], dtype=getattr(torch, one["dtype"])
+    tensors = {
+        tensor["name"]: (torch.ones if "mask" in tensor["name"] else torch.zeros)(
+            2, *tensor["shape"], dtype=getattr(torch, tensor["dtype"])
         )
-        for one in result["inputs"]
+        for tensor in result["inputs"]
     }
     if result["form"] == "mapping":
-        return made
-    return made[""] if result["form"] == "tensor" else tuple(made.values())
+        return tensors
+    return tensors[""] if result["form"] == "tensor" else tuple(tensors.values())
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
@@ -220,8 +223,8 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
     )
     if kind not in (None, KIND) or (kind is None and strange):
-        found = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) but no posterior"
-        raise OptionError(f"{output} contains {f'a saved {kind}' if kind else found}. Choose another --output.")
+        contents = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) but no posterior"
+        raise OptionError(f"{output} contains {f'a saved {kind}' if kind else contents}. Choose another --output.")
     return kind is not None
 
 
@@ -232,7 +235,7 @@ def read_information(folder: Path) -> dict[str, Any]:
     parts = document["components"]
     tuning = document["tuning"]
     likelihood = dict(parts[0]["likelihood"])
-    found: dict[str, Any] = {
+    information: dict[str, Any] = {
         "folder": str(folder),
         "components": len(parts),
         "likelihood": likelihood.pop("name"),
@@ -255,16 +258,16 @@ def read_information(folder: Path) -> dict[str, Any]:
         "sha256": document["tensors"]["sha256"],
     }
     if "job" not in document:
-        return {**found, "job": None}
+        return {**information, "job": None}
     job, whole = read_folder(folder)
     result = whole["result"]
     return {
-        **found,
+        **information,
         "classes": result["classes"],
         "networks": list(job.network),
         "weight_files": list(job.weights),
         "inputs": result["inputs"],
-        "intake": result["intake"],
+        "preprocessing": result["preprocessing"],
         "images": result["images"],
         "train": job.train,
         "val": job.val,

@@ -30,19 +30,17 @@ RULE_NAMES = (*RULES, "outliers", "none")
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
-PREPARATION, METHOD, OTHER, RUN = (
-    "Preparation of images",
-    "Method (the first value is the default)",
-    "Regression and dense outputs",
-    "Run",
-)
+PREPARATION = "Preparation of images"
+METHOD = "Method (the first value is the default)"
+OTHER = "Regression and dense outputs"
+RUN = "Run"
 """Headings in the help text."""
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
     """Return the numbers in a list or a comma-separated string."""
     try:
-        return tuple(float(one) for one in _joined(value, ",").split(","))
+        return tuple(float(number) for number in _joined(value, ",").split(","))
     except ValueError as error:
         raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
 
@@ -57,10 +55,10 @@ def parse_price(value: Any) -> float | Literal["loss"]:
 
 def parse_size(value: Any) -> int | tuple[int, int]:
     """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
-    found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
-    if found is None:
+    sides = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
+    if sides is None:
         raise ValueError("a length in pixels, or a height and width such as 224x160")
-    return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+    return int(sides[1]) if sides[2] is None else (int(sides[1]), int(sides[2]))
 
 
 def _joined(value: Any, separator: str) -> str:
@@ -82,7 +80,7 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
             ) from error
         except OSError:  # the file does not exist, or the string is too long for a file name
             value = value.split(",")
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(expected)
     names = tuple(name.strip() for name in value if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
@@ -201,13 +199,13 @@ class Job:
     def meaning(self) -> Likelihood:
         """Return the likelihood with its settings."""
         likelihood = as_likelihood(self.likelihood)
-        given = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
-        given = {name: value for name, value in given.items() if value not in (None, False)}
-        if given and not isinstance(likelihood, Gaussian):
+        settings = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
+        settings = {name: value for name, value in settings.items() if value not in (None, False)}
+        if settings and not isinstance(likelihood, Gaussian):
             raise OptionError(
-                f"--{next(iter(given))} applies only to --likelihood gaussian; got --likelihood {self.likelihood}."
+                f"--{next(iter(settings))} applies only to --likelihood gaussian; got --likelihood {self.likelihood}."
             )
-        return replace(likelihood, **given) if isinstance(likelihood, Gaussian) else likelihood
+        return replace(likelihood, **settings) if isinstance(likelihood, Gaussian) else likelihood
 
     @property
     def rule_name(self) -> str:

@@ -34,7 +34,9 @@ TIMM = "timm:"
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """File extensions that identify weights in a folder."""
 
-CONFIG, PROCESSOR, WEIGHTS = "config.json", "preprocessor_config.json", "model.safetensors"
+CONFIG = "config.json"
+PROCESSOR = "preprocessor_config.json"
+WEIGHTS = "model.safetensors"
 CROP_PCT = 0.875
 """Fraction of the shorter side that timm keeps by default when it crops."""
 
@@ -60,7 +62,7 @@ class BuiltNetworks:
 
 def weight_files(names: Sequence[str]) -> list[Path]:
     """Return the named files. Files in a folder are sorted by name."""
-    found: list[Path] = []
+    files: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
         if path.is_dir():
@@ -69,14 +71,14 @@ def weight_files(names: Sequence[str]) -> list[Path]:
                 raise OptionError(
                     f"the folder {path} contains no weights: expected files that end in {', '.join(ENDINGS)}."
                 )
-            found += inside
+            files += inside
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise OptionError(
                 f"the weights {path} do not exist. Pass a file (safetensors or torch.save) or a folder of such files."
             )
-    return found
+    return files
 
 
 def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes: int | None = None) -> BuiltNetworks:
@@ -125,21 +127,21 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
         if path is None:
             raise OptionError(f"{name} has no trained weights. Pass its weight files as arguments.")
         build: Callable[[int], nn.Module] = digits_network if name == MLP else _timm_builder(name.removeprefix(TIMM))
-        found = _classes_in(path, build(10))
-        if classes is not None and found is not None and classes != found:
+        outputs = _classes_in(path, build(10))
+        if classes is not None and outputs is not None and classes != outputs:
             raise OptionError(
-                f"expected weights for {classes} classes, but {path} contains weights for {found} classes. In `molaplace "
-                f"fit`, omit --classes or list all {found} classes."
+                f"expected weights for {classes} classes, but {path} contains weights for {outputs} classes. In `molaplace "
+                f"fit`, omit --classes or list all {outputs} classes."
             )
-        network = build(classes or found or 10)
+        network = build(classes or outputs or 10)
     elif is_function_name(name):
         network = _imported(name)
     else:
-        near = (
+        hint = (
             " The file or folder does not exist." if "/" in name or name.startswith(".") else did_you_mean(name, [MLP])
         )
         raise OptionError(
-            f"unknown network {name!r}.{near} Expected package.module:function, timm:NAME, {MLP}, or a folder "
+            f"unknown network {name!r}.{hint} Expected package.module:function, timm:NAME, {MLP}, or a folder "
             f"with config.json and model.safetensors."
         )
     if path is not None:
@@ -231,7 +233,7 @@ def load_transformers(folder: Path) -> nn.Module:
     except Exception as error:  # damaged files can raise many kinds of error
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
-    absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
+    absent = sorted(info.get("missing_keys", [])) + [str(key) for key in info.get("mismatched_keys", [])]
     if absent:
         raise StorageError(
             f"{folder} lacks some of the network's weights ({absent[0]} and {len(absent) - 1} more), which would be initialised "
@@ -249,21 +251,25 @@ def folder_hints(folder: Path) -> tuple[Preprocessing, tuple[str, ...] | None]:
         classes = None  # placeholders that transformers inserts
     if not (folder / PROCESSOR).is_file():
         return Preprocessing(), classes
-    found = _read_json(folder / PROCESSOR)
-    resize, crop = _side(found.get("size")) if found.get("do_resize", True) else None, None
-    if found.get("do_center_crop", False):
-        square = _side(found.get("crop_size"))
+    processor = _read_json(folder / PROCESSOR)
+    resize = _side(processor.get("size")) if processor.get("do_resize", True) else None
+    crop = None
+    if processor.get("do_center_crop", False):
+        square = _side(processor.get("crop_size"))
         crop = square[0] if isinstance(square, tuple) else square
-    mean, std = _statistics(found, "image_mean", "image_std") if found.get("do_normalize", True) else ((0.0,), (1.0,))
+    mean, std = (
+        _statistics(processor, "image_mean", "image_std") if processor.get("do_normalize", True) else ((0.0,), (1.0,))
+    )
     # Rescale the statistics for pixel values in [0, 1]. The processor may scale bytes to another range before it normalises them.
-    largest = 255 * (float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0)
-    offset = 1.0 if found.get("rescale_offset", False) else 0.0
-    mean, std = tuple((one + offset) / largest for one in mean), tuple(one / largest for one in std)
+    largest = 255 * (float(processor.get("rescale_factor", 1 / 255)) if processor.get("do_rescale", True) else 1.0)
+    offset = 1.0 if processor.get("rescale_offset", False) else 0.0
+    mean = tuple((value + offset) / largest for value in mean)
+    std = tuple(value / largest for value in std)
     return Preprocessing(resize=resize, crop=crop, mean=mean, std=std), classes
 
 
-def _statistics(found: dict[str, Any], *names: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    mean, std = (tuple(float(one) for one in found.get(name) or ()) for name in names)
+def _statistics(config: dict[str, Any], *names: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    mean, std = (tuple(float(value) for value in config.get(name) or ()) for name in names)
     return mean or (0.0,), std or (1.0,)
 
 
@@ -278,12 +284,12 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 def timm_hints(network: nn.Module) -> Preprocessing:
     """Return the image preparation specified by timm's configuration of a network."""
-    found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
-    mean, std = _statistics(found, "mean", "std")
-    if not found.get("input_size"):
+    config: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
+    mean, std = _statistics(config, "mean", "std")
+    if not config.get("input_size"):
         return Preprocessing(mean=mean, std=std)
-    side = int(found["input_size"][-1])
-    if found.get("crop_mode") == "squash":
+    side = int(config["input_size"][-1])
+    if config.get("crop_mode") == "squash":
         return Preprocessing(resize=(side, side), mean=mean, std=std)
     # As in timm's evaluation, resize the shorter side to slightly more than the crop, then crop the centre.
-    return Preprocessing(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)
+    return Preprocessing(resize=int(side / float(config.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)

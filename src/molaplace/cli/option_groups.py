@@ -9,7 +9,8 @@ from typing import Any
 from molaplace.cli.job import RUN
 from molaplace.cli.options import option
 
-MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
+MORE = "More options"
+DECISIONS = "Decisions, calibrated on the validation data"
 
 
 @dataclass(frozen=True, kw_only=True)

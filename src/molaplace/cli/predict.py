@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.data.dataset import Rows, SkippedInputs, as_loader_batch, read_batches
+from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
@@ -53,19 +53,19 @@ class PredictOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
 
-def summary_sentence(found: dict[str, Any]) -> str:
+def summary_sentence(summary: dict[str, Any]) -> str:
     """Return the summary of `run_predict` as a sentence."""
-    if "std" in found:
-        words = f"mean standard deviation {found['std']:.4g}, epistemic share of the variance {100 * found['epistemic_share']:.1f} %, "
-        words += f"mean interval width {found['width']:.4g}"
+    if "std" in summary:
+        words = f"mean standard deviation {summary['std']:.4g}, epistemic share of the variance {100 * summary['epistemic_share']:.1f} %, "
+        words += f"mean interval width {summary['width']:.4g}"
     else:
-        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f} (epistemic part "
-        words += f"{found['epistemic']:.3f})"
-    for name, what in (("outlying", "outlying"), ("answer", "to answer")):
-        words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
-    words += f", {found['set_size']:.2f} classes per set on average" if "set_size" in found else ""
-    at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
-    return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
+        words = f"mean confidence {summary['confidence']:.3f}, mean entropy {summary['entropy']:.3f} (epistemic part "
+        words += f"{summary['epistemic']:.3f})"
+    for name, text in (("outlying", "outlying"), ("answer", "to answer")):
+        words += f", {100 * summary[name]:.1f} % {text}" if name in summary else ""
+    words += f", {summary['set_size']:.2f} classes per set on average" if "set_size" in summary else ""
+    at = f" at {counted(summary['positions'], 'position')}" if "positions" in summary else ""
+    return f"Predicted {counted(summary['count'], 'input')}{at} in {summary['seconds']:.1f} s: {words}."
 
 
 def run_predict(
@@ -84,28 +84,30 @@ def run_predict(
     output = options.output
     _check_likelihood(fitted, output, probabilities=options.probabilities)
     decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
-    posterior, together = fitted.posterior, team or Team.single()
+    posterior = fitted.posterior
+    processes = team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
     columns = PredictionTable(output_names(fitted), posterior.likelihood, decisions, everything)
     source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
-    account, sums = SkippedInputs(), Sums(count=0, positions=0)
+    skipped = SkippedInputs()
+    sums = Sums(count=0, positions=0)
     progress("predicting", 0.0)
     with ExitStack() as stack:
-        writer = stack.enter_context(open_writer(output, columns.names)) if together.first else None
-        batches = read_batches(source, together, lambda share: progress("predicting", share))
-        own = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
-        for portion in _in_order(own, together):
+        writer = stack.enter_context(open_writer(output, columns.names)) if processes.first else None
+        batches = read_batches(source, processes, lambda share: progress("predicting", share))
+        portions = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
+        for portion in _in_order(portions, processes):
             assert writer is not None  # `_in_order` yields portions only on rank 0
             if options.strict:
                 portion.rows.check_strict()
-            account.add(source.name, portion.rows)
+            skipped.add(source.name, portion.rows)
             sums |= {name: sums.get(name, 0) + value for name, value in (portion.sums or {}).items()}
             writer.add(portion)
-        if together.first:
-            account.require_some(sums["count"], source.name)
+        if processes.first:
+            skipped.require_some(sums["count"], source.name)
     progress("done", 1.0)
-    if not together.first:
+    if not processes.first:
         return None
     count, positions, labels = (sums.pop(name) for name in ("count", "positions", "labels"))
     summary = {
@@ -115,7 +117,7 @@ def run_predict(
         "threshold": decisions.alarm,
         "decisions": decisions.plain(),
         "seconds": time.perf_counter() - began,
-        "left_out": account.left_out,
+        "left_out": skipped.left_out,
     }
     if posterior.is_dense:
         summary["positions"] = positions
@@ -125,7 +127,8 @@ def run_predict(
 
 
 def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: bool) -> None:
-    posterior, likelihood = fitted.posterior, fitted.posterior.likelihood
+    posterior = fitted.posterior
+    likelihood = fitted.posterior.likelihood
     if probabilities and not likelihood.classification:
         raise OptionError(
             f"--probabilities applies only to classification, but {fitted.folder} contains a regression posterior. Omit "
@@ -136,7 +139,7 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
 
 
 def _portions(
-    posterior: MoLA, batches: Iterator[Rows], columns: PredictionTable, *, arrays: bool
+    posterior: MoLA, batches: Iterator[InputBatch], columns: PredictionTable, *, arrays: bool
 ) -> Iterator[OutputBatch]:
     for rows in batches:
         shown = rows._replace(inputs=None, labels=None)
@@ -145,21 +148,22 @@ def _portions(
             continue
         for prediction in posterior.predict_batches([as_loader_batch(rows._replace(labels=None))]):
             fields = columns.fields(prediction)
-            table, sums = columns.table(prediction, fields), columns.sums(fields, prediction.axis)
+            table = columns.table(prediction, fields)
+            sums = columns.sums(fields, prediction.axis)
             yield OutputBatch(shown, table, columns.arrays(fields) if arrays else None, sums)
 
 
-def _in_order(own: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:
+def _in_order(portions: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:
     # On rank 0, yield the portions from all processes in the order of the data; on other ranks, yield nothing.
     if team.size == 1:
-        yield from own
+        yield from portions
         return
     more = True
     while more:
-        everyone = team.collect(next(own, None))
+        collected = team.collect(next(portions, None))
         # Batches are assigned to the processes in turn. A round in which a process has no batch is the last.
-        more = None not in everyone
-        yield from (portion for portion in everyone if team.first and portion is not None)
+        more = None not in collected
+        yield from (portion for portion in collected if team.first and portion is not None)
 
 
 def predict(options: PredictOptions) -> None:
@@ -178,7 +182,9 @@ def predict(options: PredictOptions) -> None:
     from molaplace.cli.writers import check_output
     from molaplace.distributed import join
 
-    output, quiet, as_json = options.output, options.quiet, options.as_json
+    output = options.output
+    quiet = options.quiet
+    as_json = options.as_json
     check_output(output, options.inputs)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)

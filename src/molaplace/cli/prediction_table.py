@@ -45,18 +45,18 @@ class PredictionTable:
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
         """Return the fields and decisions of a prediction, keyed by name, omitting fields that are None."""
-        found: dict[str, Tensor | None] = {}
+        fields: dict[str, Tensor | None] = {}
         if self.likelihood.classification:
-            found |= {name: getattr(prediction, name) for name in FIELDS}
+            fields |= {name: getattr(prediction, name) for name in FIELDS}
         else:
             intervals = self.decisions.intervals
             lower, upper = prediction.interval(INTERVAL) if intervals is None else intervals(prediction)
             ends = {"lower": lower, "upper": upper}
-            found |= {name: ends[name] if name in ends else getattr(prediction, name) for name in REGRESSION_FIELDS}
-        found |= self.decisions.apply(prediction)
+            fields |= {name: ends[name] if name in ends else getattr(prediction, name) for name in REGRESSION_FIELDS}
+        fields |= self.decisions.apply(prediction)
         if self.probabilities:
-            found["probs"] = prediction.probs
-        return {name: values for name, values in found.items() if values is not None}
+            fields["probs"] = prediction.probs
+        return {name: values for name, values in fields.items() if values is not None}
 
     def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
         """Return the fields as arrays, with labels as 32-bit integers and Booleans as 8-bit integers."""
@@ -71,13 +71,14 @@ class PredictionTable:
         frame = prediction.to_frame()
         for name in ("lower", "upper"):
             if name in fields:
-                ends, single = fields[name].double().cpu().numpy(), fields[name].shape[1] == 1
-                frame[[name] if single else [f"{name}_{place}" for place in range(len(self.names))]] = ends
+                ends = fields[name].double().cpu().numpy()
+                single = fields[name].shape[1] == 1
+                frame[[name] if single else [f"{name}_{index}" for index in range(len(self.names))]] = ends
         for name in ("outlying", "answer"):
             if name in fields:
                 frame[name] = fields[name].cpu().numpy()
         if "set" in fields:
-            frame["set"] = [[self.names[place] for place in row.nonzero().flatten()] for row in fields["set"]]
+            frame["set"] = [[self.names[index] for index in row.nonzero().flatten()] for row in fields["set"]]
         if self.likelihood.classification:
             frame["class"] = self._classes(prediction.label)
         shown = [name for name in frame if self.probabilities or _field(name) != "prob"]
@@ -85,8 +86,8 @@ class PredictionTable:
 
     def _classes(self, label: Tensor) -> list[str]:
         if self.likelihood.mutually_exclusive:
-            return [self.names[place] for place in label.tolist()]
-        return [SEPARATOR.join(self.names[place] for place in row.nonzero().flatten()) for row in label]
+            return [self.names[index] for index in label.tolist()]
+        return [SEPARATOR.join(self.names[index] for index in row.nonzero().flatten()) for row in label]
 
     def _named(self, column: str) -> str:
         field = _field(column)
@@ -100,12 +101,12 @@ class PredictionTable:
         for name, values in fields.items():
             if name == "label":
                 shares = self._counts(values, axis) / positions
-                table |= {f"share_{one}": shares[:, place] for place, one in enumerate(self.names)}
+                table |= {f"share_{output}": shares[:, index] for index, output in enumerate(self.names)}
             elif (
                 not self.likelihood.classification and values.dim() > fields["ood_score"].dim() and len(self.names) > 1
             ):
                 means = values.movedim(axis, 1).flatten(2).double().mean(2).numpy()
-                table |= {f"{name}_{one}": means[:, place] for place, one in enumerate(self.names)}
+                table |= {f"{name}_{output}": means[:, index] for index, output in enumerate(self.names)}
             elif name != "probs":
                 table[name] = values.flatten(1).double().mean(1).numpy()
         return pandas.DataFrame(table)
@@ -113,7 +114,7 @@ class PredictionTable:
     def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
         # Return the number of positions (n, C) at which each class or label is predicted.
         if self.likelihood.mutually_exclusive:
-            return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
+            return np.stack([np.bincount(labels.flatten(), minlength=len(self.names)) for labels in label])
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
 
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
@@ -130,7 +131,8 @@ class PredictionTable:
             label = fields["label"]
             labels += self._counts(label.flatten()[None] if self.likelihood.mutually_exclusive else label, axis).sum(0)
         else:
-            epistemic, aleatoric = fields["epistemic"].double(), fields["aleatoric"].double()
+            epistemic = fields["epistemic"].double()
+            aleatoric = fields["aleatoric"].double()
             values = {"std": fields["std"], "epistemic_share": epistemic / (epistemic + aleatoric)}
             values["width"] = fields["upper"] - fields["lower"]
         values |= {name: fields[name] for name in ("outlying", "answer") if name in fields}
@@ -138,19 +140,20 @@ class PredictionTable:
             sizes = fields["set"].sum(1)
             values |= {"set_size": sizes, "empty_sets": sizes == 0}
         positions = fields["ood_score"].numel()
-        sums = {name: float(one.double().mean()) * positions for name, one in values.items()}
+        sums = {name: float(field.double().mean()) * positions for name, field in values.items()}
         return {"count": len(fields["ood_score"]), "positions": positions, "labels": labels, **sums}
 
 
 def _field(column: str) -> str:
     # Return the field to which a column belongs, such as "prob" for "prob_3".
-    field, _, place = column.rpartition("_")
-    return field if place.isdecimal() else column
+    field, _, index = column.rpartition("_")
+    return field if index.isdecimal() else column
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
     """Return the names of the classes, labels or targets, or their indices if they have no names."""
-    count, likelihood = fitted.outputs, fitted.posterior.likelihood
+    count = fitted.outputs
+    likelihood = fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.num_uncertain(count)  # variances are not targets
     return tuple((fitted.classes or tuple(map(str, range(count))))[:count])

@@ -25,13 +25,15 @@ def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
             task = bar.add_task("", total=1.0)
             yield lambda doing, done: bar.update(task, description=doing, completed=done)
     else:
-        printed, tenth = "", 0
+        printed = ""
+        tenth = 0
 
         def show(doing: str, done: float) -> None:
             nonlocal printed, tenth
             repeated = re.sub(r"\d+", "", doing) == re.sub(r"\d+", "", printed)
             if doing != printed and not (repeated and int(10 * done) == tenth):
                 console.print(f"{round(100 * done):3d} % {doing}", highlight=False)
-                printed, tenth = doing, int(10 * done)
+                printed = doing
+                tenth = int(10 * done)
 
         yield show

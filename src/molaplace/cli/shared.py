@@ -26,15 +26,15 @@ def check_report_folder(output: Path) -> None:
     check_writable(output)
     if output.is_file():
         raise OptionError(f"{output} is a file, but the report needs a folder. Choose another --output.")
-    found = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
-    if set(found) - {"figures"} and "index.html" not in found:
+    names = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
+    if set(names) - {"figures"} and "index.html" not in names:
         raise OptionError(
-            f"{output} contains other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) but no report. Choose "
+            f"{output} contains other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) but no report. Choose "
             f"another --output."
         )
 
 
-def finish(account: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
+def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
     """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
 
     With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.
@@ -43,9 +43,9 @@ def finish(account: SkippedInputs, summary: dict[str, Any], team: Team, *, as_js
         click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
     elif not quiet:
         console = Console(stderr=True, highlight=False)
-        for line in account.lines():
+        for line in skipped.lines():
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
-    if len(account) and team.size == 1:
+    if len(skipped) and team.size == 1:
         raise click.exceptions.Exit(LEFT_OUT)
 
 

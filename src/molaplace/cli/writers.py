@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molaplace.cli.data.dataset import Rows
+from molaplace.cli.data.dataset import InputBatch
 from molaplace.cli.options import check_writable
 from molaplace.cli.prediction_table import Sums
 from molaplace.errors import DataError, MissingExtraError, OptionError
@@ -29,7 +29,7 @@ ARRAYS = ".npz"
 class OutputBatch(NamedTuple):
     """Predictions for a batch."""
 
-    rows: Rows
+    rows: InputBatch
     """Names and errors of all inputs."""
     table: Any = None
     """Data frame with a row for each usable input; None if no input is usable."""
@@ -86,8 +86,8 @@ class Writer:
         if self.first is None and portion.table is not None:
             self.first = portion
         if self.first is not None:
-            for one in self.waiting:
-                self.write(one, self.first)
+            for waiting in self.waiting:
+                self.write(waiting, self.first)
             self.waiting = []
 
     def write(self, portion: OutputBatch, first: OutputBatch) -> None:
@@ -103,7 +103,8 @@ class TableWriter(Writer):
 
     def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
         super().__init__()
-        self.path, self.stack = path, stack
+        self.path = path
+        self.stack = stack
         self.stream: Any = None
         kinds = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}
         self.put = kinds[output.suffix]
@@ -112,7 +113,7 @@ class TableWriter(Writer):
         """Write the data frame of a batch."""
         import pandas
 
-        usable = [place for place, error in enumerate(portion.rows.errors) if error is None]
+        usable = [row for row, error in enumerate(portion.rows.errors) if error is None]
         kinds = {"i": "Int64", "b": "boolean", "f": "float64"}  # pandas types that allow missing values
         table = first.table[:0] if portion.table is None else portion.table.set_axis(usable)
         table = table.astype({name: kinds.get(kind.kind, object) for name, kind in table.dtypes.items()})
@@ -161,7 +162,8 @@ class ArrayWriter(Writer):
 
     def __init__(self, path: Path, names: Sequence[str], stack: ExitStack) -> None:
         super().__init__()
-        self.path, self.stack = path, stack
+        self.path = path
+        self.stack = stack
         self.spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="molaplace-")))
         self.texts: dict[str, list[str]] = {"name": [], "error": [], "classes": list(names)}
         self.files: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molaplace.cli.data.dataset import Rows, Set, finite_rows
+from molaplace.cli.data.dataset import Dataset, InputBatch, finite_rows
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
@@ -31,7 +31,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayDataset(Set):
+class ArrayDataset(Dataset):
     """Rows of an array, with labels of shape (n,) or (n, C), or with a label for each position."""
 
     values: NDArray[Any]
@@ -42,9 +42,10 @@ class ArrayDataset(Set):
         """True for arrays of bytes with shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
         return self.values.dtype == np.uint8 and self.values.ndim in (3, 4)
 
-    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ..."""
-        size, shape = self.intake.batch_size, self.intake.shape
+        size = self.preprocessing.batch_size
+        shape = self.preprocessing.shape
         for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
             values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
@@ -53,26 +54,27 @@ class ArrayDataset(Set):
                     values = values[:, None]
                 elif values.shape[-1] in (1, 3) and values.shape[1] not in (1, 3):
                     values = values.permute(0, 3, 1, 2)
-                values = self.intake.normalise(values)
+                values = self.preprocessing.normalise(values)
             if shape is not None and tuple(values.shape[1:]) != shape:
                 raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}; expected {shape}.")
             names = [f"{Path(self.name).name}[{index}]" for index in range(start, start + len(values))]
             labels = None if self.labels is None else self.labels[start : start + size]
-            yield finite_rows(names, values, labels, self.intake.torch_dtype)
+            yield finite_rows(names, values, labels, self.preprocessing.torch_dtype)
 
 
 def open_arrays(
-    path: Path, intake: Preprocessing, *, labelled: bool, likelihood: Likelihood = CATEGORICAL
+    path: Path, preprocessing: Preprocessing, *, labelled: bool, likelihood: Likelihood = CATEGORICAL
 ) -> ArrayDataset:
     """Open a `.npz` or `.npy` file."""
     try:
-        found = np.load(path, mmap_mode="r")
-        if isinstance(found, np.ndarray):
-            values, labels = found, _member(path, {}, "labels") if labelled else None
+        content = np.load(path, mmap_mode="r")
+        if isinstance(content, np.ndarray):
+            values = content
+            labels = _member(path, {}, "labels") if labelled else None
         else:
-            with found:
-                values = _member(path, found, "inputs")
-                labels = _member(path, found, "labels") if labelled else None
+            with content:
+                values = _member(path, content, "inputs")
+                labels = _member(path, content, "labels") if labelled else None
     except DataError:
         raise
     # A password-protected archive raises RuntimeError.
@@ -94,7 +96,7 @@ def open_arrays(
             f"{values.dtype}."
         )
     targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
-    return ArrayDataset(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
+    return ArrayDataset(name=str(path), preprocessing=preprocessing, values=values, labels=targets, count=len(values))
 
 
 def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:

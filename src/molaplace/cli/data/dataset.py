@@ -1,6 +1,6 @@
 """Batches of a user's data. Unusable inputs are reported and left out; the rest become tensors.
 
-A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors.
+A set yields `InputBatch`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors.
 Fitting and evaluation read rows through a `Loader`, whose `SkippedInputs` records the inputs that were left out. Prediction writes a
 row for each input.
 """
@@ -22,7 +22,7 @@ from molaplace.network import Inputs
 from molaplace.options import counted
 
 
-class Rows(NamedTuple):
+class InputBatch(NamedTuple):
     """A batch: the names of all inputs, and the usable inputs as tensors."""
 
     names: list[str]
@@ -41,11 +41,11 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Set:
+class Dataset:
     """A data set specified by the user."""
 
     name: str
-    intake: Preprocessing
+    preprocessing: Preprocessing
     labels: Tensor | None = None
     """Labels of all inputs, if the set holds its labels in memory."""
     classes: tuple[str, ...] | None = None
@@ -58,7 +58,7 @@ class Set:
         """True if the inputs are images stored as bytes, which are divided by 255 and normalised."""
         return False
 
-    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ..., so that several processes can share a set."""
         raise NotImplementedError
 
@@ -69,14 +69,14 @@ class SkippedInputs:
 
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def add(self, where: str, rows: Rows) -> None:
+    def add(self, where: str, rows: InputBatch) -> None:
         """Record the unusable inputs in a batch."""
         for name, error in zip(rows.names, rows.errors, strict=True):
             if error is not None:
                 self.left_out.setdefault(where, {})[name] = error
 
     def __len__(self) -> int:
-        return sum(len(one) for one in self.left_out.values())
+        return sum(len(errors) for errors in self.left_out.values())
 
     def require_some(self, count: int, where: str) -> None:
         """Raise `DataError`, giving the first reason, if no input in a set is usable."""
@@ -97,10 +97,10 @@ class SkippedInputs:
         return lines
 
     def together(self, team: Team) -> SkippedInputs:
-        """Return one account that combines the records of all processes."""
+        """Return one record that combines the records of all processes."""
         whole = SkippedInputs()
-        for one in team.collect(self):
-            for where, entries in one.left_out.items():
+        for part in team.collect(self):
+            for where, entries in part.left_out.items():
                 whole.left_out.setdefault(where, {}).update(entries)
         return whole
 
@@ -109,8 +109,8 @@ class SkippedInputs:
 class Loader:
     """The usable inputs of a set as a loader for `mola.fit`, `tune` and `predict`."""
 
-    source: Set
-    account: SkippedInputs
+    source: Dataset
+    skipped: SkippedInputs
     """Record of unusable inputs."""
     strict: bool = False
     """True if unusable inputs raise an error."""
@@ -126,7 +126,7 @@ class Loader:
         for rows in read_batches(self.source, self.team, self.on_share):
             if self.strict:
                 rows.check_strict()
-            self.account.add(self.source.name, rows)
+            self.skipped.add(self.source.name, rows)
             if rows.inputs is None:
                 continue
             if self.labelled and rows.labels is None:
@@ -134,26 +134,26 @@ class Loader:
             used += rows.errors.count(None)
             yield as_loader_batch(rows)
         if self.team.size == 1:  # with several processes, a process may have no usable inputs
-            self.account.require_some(used, self.source.name)
+            self.skipped.require_some(used, self.source.name)
 
 
-def read_batches(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
+def read_batches(source: Dataset, team: Team, on_share: Callable[[float], None]) -> Iterator[InputBatch]:
     """Yield the batches for this process and report the fraction of the set that has been read, or 0.5 if its size is unknown."""
-    seen = 0
+    count = 0
     for rows in source.batches(team.rank, team.size):
-        seen += len(rows.names) * team.size
-        on_share(min(1.0, seen / (source.count or 2 * seen)))
+        count += len(rows.names) * team.size
+        on_share(min(1.0, count / (source.count or 2 * count)))
         yield rows
 
 
-def as_loader_batch(rows: Rows) -> Any:
+def as_loader_batch(rows: InputBatch) -> Any:
     """Return inputs and labels in the form that a loader yields: a tuple, or a mapping that contains the labels."""
     if isinstance(rows.inputs, Mapping):
         return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
     return (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)
 
 
-def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
+def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> InputBatch:
     """Convert tensors to rows of the given floating-point type, omitting inputs with non-finite values. Labels are not checked."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
@@ -166,11 +166,11 @@ def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dty
                 )
     usable = torch.tensor([error is None for error in errors])
     if not bool(usable.any()):
-        return Rows(list(names), errors, None, None)
+        return InputBatch(list(names), errors, None, None)
 
     def prepared(tensor: Tensor) -> Tensor:
-        kept = tensor[usable.to(tensor.device)]
-        return kept.to(dtype) if kept.is_floating_point() else kept
+        selected = tensor[usable.to(tensor.device)]
+        return selected.to(dtype) if selected.is_floating_point() else selected
 
-    chosen = None if labels is None else labels.cpu()[usable]
-    return Rows(list(names), errors, tree_map(prepared, inputs), chosen)
+    usable_labels = None if labels is None else labels.cpu()[usable]
+    return InputBatch(list(names), errors, tree_map(prepared, inputs), usable_labels)

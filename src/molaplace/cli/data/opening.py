@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from molaplace.cli.consent import is_function_name
 from molaplace.cli.data.arrays import ArrayDataset, open_arrays
-from molaplace.cli.data.dataset import Rows, Set, finite_rows
+from molaplace.cli.data.dataset import Dataset, InputBatch, finite_rows
 from molaplace.cli.data.image_files import open_image_csv, open_image_folder, pictures
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import Job
@@ -41,27 +41,27 @@ DEFAULTS = Job()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own(Set):
+class FunctionDataset(Dataset):
     """Batches returned by a user's function, which is called each time the data are read."""
 
     function: Callable[[], Iterable[Any]]
     labelled: bool
 
-    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Call the function and yield the batches with indices `first`, `first + step`, ..."""
         start = 0
         for index, raw in enumerate(self._raw_batches()):
             where = f"batch {index} of {self.name}"
             batch = as_batch(raw, where)
             size = _size(batch.inputs, where)
-            names = [f"{self.name}[{place}]" for place in range(start, start + size)]
+            names = [f"{self.name}[{index}]" for index in range(start, start + size)]
             labels = batch.labels if self.labelled else None
             if labels is not None and (not labels.ndim or len(labels) != size):
                 raise DataError(
                     f"{where}: expected a label for each input, got {counted(labels.numel(), 'label')} for {counted(size, 'input')}."
                 )
             if index % step == first:
-                yield finite_rows(names, batch.inputs, labels, self.intake.torch_dtype)
+                yield finite_rows(names, batch.inputs, labels, self.preprocessing.torch_dtype)
             start += size
 
     def _raw_batches(self) -> Iterator[Any]:
@@ -79,12 +79,10 @@ class Own(Set):
 def _size(inputs: Any, where: str) -> int:
     # Return the number of inputs in a batch, which is the length of each tensor.
     sizes: set[int] = set()
-    for place, value in tree_flatten_with_path(inputs, is_leaf=lambda one: isinstance(one, list))[0]:
+    for path, value in tree_flatten_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, list))[0]:
         if not isinstance(value, Tensor) or not value.ndim:
             kind = "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise DataError(
-                f"{where}: the input{keystr(place)} is {kind}; expected a tensor with a row for each input."
-            )
+            raise DataError(f"{where}: the input{keystr(path)} is {kind}; expected a tensor with a row for each input.")
         sizes.add(len(value))
     if len(sizes) != 1:
         raise DataError(
@@ -95,18 +93,19 @@ def _size(inputs: Any, where: str) -> int:
 
 def open_dataset(
     name: str,
-    intake: Preprocessing,
+    preprocessing: Preprocessing,
     *,
     labelled: bool,
     classes: Sequence[str] | None = None,
     outputs: int | None = None,
     job: Job = DEFAULTS,
-) -> Set:
+) -> Dataset:
     """Open data by name, as in the table above. Images are not decoded yet.
 
     `classes` and `outputs` are the names and the number of the networks' outputs, if known.
     """
-    path, likelihood = Path(name).expanduser(), job.meaning()
+    path = Path(name).expanduser()
+    likelihood = job.meaning()
     built_in = name.partition(":")[0] == DIGITS and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
@@ -114,18 +113,20 @@ def open_dataset(
             f"Pass an .npz file with x and y, a .csv file with a column for each output, or package.module:function."
         )
     if built_in:
-        return _open_digits(name, intake, job.seed, labelled=labelled)
+        return _open_digits(name, preprocessing, job.seed, labelled=labelled)
     if path.is_file() and path.suffix in (".npz", ".npy"):
-        return open_arrays(path, intake, labelled=labelled, likelihood=likelihood)
+        return open_arrays(path, preprocessing, labelled=labelled, likelihood=likelihood)
     if path.exists():
         with importing("reading image files", "pillow", "cli"):
             import PIL.Image  # noqa: F401 - a missing package is reported before a long computation
         if path.is_dir():
-            return open_image_folder(path, classes, intake, labelled=labelled)
+            return open_image_folder(path, classes, preprocessing, labelled=labelled)
         if path.suffix == ".csv":
-            return open_image_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
+            return open_image_csv(
+                path, classes, preprocessing, labelled=labelled, outputs=outputs, likelihood=likelihood
+            )
         if path.suffix.lower() in ENDINGS and not labelled:
-            return pictures(str(path), [path], [path.name], intake)
+            return pictures(str(path), [path], [path.name], preprocessing)
         raise DataError(f"{path} has an unknown format. Pass a folder of images, or an .npz, .npy or .csv file.")
     if is_function_name(name):
         module, attribute = split_name(name)
@@ -142,20 +143,22 @@ def open_dataset(
             raise OptionError(
                 f"expected a function that returns batches, but {name} has type {type(function).__name__}."
             )
-        return Own(name=name, intake=intake, function=function, labelled=labelled)
+        return FunctionDataset(name=name, preprocessing=preprocessing, function=function, labelled=labelled)
     hint = did_you_mean(path.name, [neighbour.name for neighbour in path.parent.glob("*")])
     raise OptionError(
         f"unknown data {name!r}: the file or folder does not exist.{hint} Specify your own function as package.module:function."
     )
 
 
-def _open_digits(name: str, intake: Preprocessing, seed: int, *, labelled: bool) -> ArrayDataset:
+def _open_digits(name: str, preprocessing: Preprocessing, seed: int, *, labelled: bool) -> ArrayDataset:
     split = one_of(name.partition(":")[2] or "test", SPLITS, f"the split of {DIGITS}")
     part = getattr(load_digits(seed), split)
     labels = part.labels if labelled else None
-    return ArrayDataset(name=name, intake=intake, values=part.inputs.numpy(), labels=labels, count=len(part.inputs))
+    return ArrayDataset(
+        name=name, preprocessing=preprocessing, values=part.inputs.numpy(), labels=labels, count=len(part.inputs)
+    )
 
 
-def are_same(one: str, other: str) -> bool:
+def are_same(name: str, other: str) -> bool:
     """Return True if two names refer to the same data."""
-    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return Path(name).expanduser().resolve() == Path(other).expanduser().resolve()

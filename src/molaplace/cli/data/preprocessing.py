@@ -1,4 +1,4 @@
-"""Preparation of inputs from files and arrays.
+"""Preprocessing of inputs from files and arrays.
 
 Options take precedence over the network's configuration, which takes precedence over the training data. The preparation is determined
 once, when a posterior is fitted, and saved with the posterior.
@@ -52,8 +52,8 @@ class Preprocessing:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Floating-point type of the networks."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def describe(self) -> str:
         """Describe how images are prepared, such as "32 x 32, colour, x / 255, not normalised"; `shape` must be known."""
@@ -72,20 +72,27 @@ class Preprocessing:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Preprocessing:
-        """Rebuild the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
-        given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+        """Rebuild the preprocessing from the values that `plain` returned; raise `StorageError` if they are invalid."""
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
         try:
-            made = cls(**given)
-            Normalisation(made.mean, made.std)
-            if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or min(made.batch_size, made.workers) < 1:
-                raise ValueError(f"got dtype {made.dtype!r}, batch size {made.batch_size} and {made.workers} threads")
+            preprocessing = cls(**settings)
+            Normalisation(preprocessing.mean, preprocessing.std)
+            if (
+                not isinstance(getattr(torch, preprocessing.dtype, None), torch.dtype)
+                or min(preprocessing.batch_size, preprocessing.workers) < 1
+            ):
+                raise ValueError(
+                    f"got dtype {preprocessing.dtype!r}, batch size {preprocessing.batch_size} and {preprocessing.workers} threads"
+                )
         except (TypeError, ValueError, OptionError) as error:
             raise StorageError(f"the saved input preprocessing is invalid: {error}") from error
-        return made
+        return preprocessing
 
 
 def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocessing:
-    """Return the intake specified by the options or the network's configuration.
+    """Return the preprocessing specified by the options or the network's configuration.
 
     The training data later determine any setting that is None.
     """
@@ -99,15 +106,18 @@ def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocess
             raise OptionError(
                 f"--crop must be at most the shorter side after --resize, which is {shorter}; got {job.crop}."
             )
-    mean, std = hints.mean, hints.std
+    mean = hints.mean
+    std = hints.std
     if job.normalise is not None:
         chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "--normalise")]
-        mean, std = chosen.mean, chosen.std
+        mean = chosen.mean
+        std = chosen.std
     elif job.mean is not None and job.std is not None:
-        mean, std = job.mean, job.std
+        mean = job.mean
+        std = job.std
     Normalisation(mean, std)  # checks the mean and std before any image is read
-    made = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
+    preprocessing = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
     if job.resize is not None or job.crop is not None:
-        made = replace(made, resize=job.resize, crop=job.crop)
+        preprocessing = replace(preprocessing, resize=job.resize, crop=job.crop)
     # Statistics for three channels imply colour images.
-    return replace(made, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))
+    return replace(preprocessing, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))

@@ -35,7 +35,8 @@ SLOW = 0.15
 """Time limit per picture, in seconds. If the networks take longer, the plot of confidence against angle is left out."""
 
 MAX_CLASSES = 12
-PAD, PEN = 280, 1.15
+PAD = 280
+PEN = 1.15
 """Side length of the drawing pad in page pixels, and stroke width in pixels of the network input."""
 
 
@@ -88,24 +89,24 @@ class Explorer:
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Apply `change` to a picture of the right size, and return the values that the page shows for the result."""
         subject = self.subject
-        seen = change(image, **changes)
-        prediction = self._predict([seen])
+        changed = change(image, **changes)
+        prediction = self._predict([changed])
         rows = {method: probs[0] for method, probs in self._methods(prediction).items()}
         best = torch.stack(list(rows.values())).amax(0).argsort(descending=True)[:MAX_CLASSES].tolist()
-        shown = sorted(best) if len(subject.classes) <= MAX_CLASSES else best
+        indices = sorted(best) if len(subject.classes) <= MAX_CLASSES else best
         curves = {}
         if self.has_curve:
             turned = self._predict([change(image, **{**changes, "rotation": angle}) for angle in ANGLES])
             curves = {
-                name: list(zip(ANGLES, one.amax(-1).tolist(), strict=True))
-                for name, one in self._methods(turned).items()
+                name: list(zip(ANGLES, probs.amax(-1).tolist(), strict=True))
+                for name, probs in self._methods(turned).items()
             }
         alone = prediction.logit_mean[:, 0].softmax(-1)
         return {
-            "seen": to_url(seen),
+            "seen": to_url(changed),
             "methods": [(method, *self._chosen(row)) for method, row in rows.items()],
             "classes": [
-                (subject.classes[index], {name: float(row[index]) for name, row in rows.items()}) for index in shown
+                (subject.classes[index], {name: float(row[index]) for name, row in rows.items()}) for index in indices
             ],
             "count": len(subject.classes),
             "longest": max(map(len, subject.classes)),

@@ -79,8 +79,10 @@ def change(
     if scale < 1:  # blur first: bilinear sampling reads only 2 x 2 pixels and would skip the others
         image = image.filter(ImageFilter.GaussianBlur(0.4 * (1 / scale - 1)))
     if (rotation, scale) != (0, 1):
-        cos, sin = math.cos(math.radians(rotation)) / scale, math.sin(math.radians(rotation)) / scale
-        x, y = image.width / 2, image.height / 2
+        cos = math.cos(math.radians(rotation)) / scale
+        sin = math.sin(math.radians(rotation)) / scale
+        x = image.width / 2
+        y = image.height / 2
         matrix = (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y)
         image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
     if blur:
@@ -97,7 +99,7 @@ class Sight:
     """Preparation of pictures for networks with inputs of shape (channels, height, width)."""
 
     shape: tuple[int, ...]
-    intake: Preprocessing
+    preprocessing: Preprocessing
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -124,7 +126,7 @@ class Sight:
     def fit(self, image: Image.Image) -> Image.Image:
         """Resize and crop a picture in the same way as the training data; if its size is still wrong, scale and centre-crop it."""
         mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
-        prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
+        prepared = to_image(Preparation(self.preprocessing.resize, self.preprocessing.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):
             return prepared
         return ImageOps.fit(image.convert(mode), (width, height), Image.Resampling.BILINEAR)
@@ -133,21 +135,23 @@ class Sight:
         """Convert pictures to network inputs of shape (n, channels, height, width)."""
         pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
-        return self.intake.normalise(pixels).to(self.intake.torch_dtype)
+        return self.preprocessing.normalise(pixels).to(self.preprocessing.torch_dtype)
 
     def images(self, inputs: Tensor) -> list[Image.Image]:
         """Convert network inputs to pictures; raise `DataError` unless the inputs are normalised pixels."""
         mean, std = (
-            torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
+            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            for values in (self.preprocessing.mean, self.preprocessing.std)
         )
         values = inputs.double().cpu() * std + mean
-        low, high = float(values.min()), float(values.max())
+        low = float(values.min())
+        high = float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
                 f"expected pixel values from 0 to 1, but the inputs range from {low:.3g} to {high:.3g}, so a picture cannot "
                 f"be converted to an input. Fit on images or bytes, with --normalise or --mean and --std."
             )
-        return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
+        return [to_image(image) for image in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 
 
 def to_image(pixels: Tensor) -> Image.Image:

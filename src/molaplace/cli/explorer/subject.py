@@ -68,12 +68,12 @@ def ood_examples(sight: Sight) -> list[Example]:
     noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     side = max(1, min(height, width) // 4)
     checks = (torch.arange(height)[:, None] // side + torch.arange(width) // side) % 2 * 255
-    found = [("noise", to_image(noise)), ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1)))]
+    examples = [("noise", to_image(noise)), ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1)))]
     try:
         from sklearn import datasets
     except ImportError:
-        return found
-    return [*found, ("a flower", sight.fit(Image.fromarray(datasets.load_sample_image("flower.jpg"))))]
+        return examples
+    return [*examples, ("a flower", sight.fit(Image.fromarray(datasets.load_sample_image("flower.jpg"))))]
 
 
 def digits_subject(progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None) -> Subject:
@@ -93,8 +93,8 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
         scores = posterior.predict(digits.val.inputs).ood_score.double()
     sight = Sight((1, SIDE, SIDE), Preprocessing(mode="L"))
-    first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
-    examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
+    first_of_class = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
+    examples = [(f"a test digit, {label}", sight.images(inputs)[0]) for label, inputs in enumerate(first_of_class)]
     return Subject(
         title=f"handwritten digits, {SIDE} x {SIDE} pixels: {settings.members} small, newly trained networks",
         posterior=posterior,
@@ -118,9 +118,10 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
             f"posterior."
         )
     is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
-    sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.intake)
+    sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.preprocessing)
     progress("reading validation data", 0.3)
-    validation, reference = fitted.document["result"].get("validation"), None
+    validation = fitted.document["result"].get("validation")
+    reference = None
     if validation is not None:
         scores = read_columns(folder)[SCORE]
         reference = Reference(scores, float(validation["outlier_threshold"]), int(validation["count"]))
@@ -130,7 +131,8 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
     ]
     if fitted.job.val is not None:
         try:
-            examples, notes = _examples(fitted, fitted.job.val, sight), []
+            examples = _examples(fitted, fitted.job.val, sight)
+            notes = []
         except MolaError as error:
             notes = [f"There are no examples, because {fitted.job.val} cannot be read: {error}"]
     progress("done", 1.0)
@@ -149,7 +151,7 @@ def _examples(fitted: PosteriorFolder, named: str, sight: Sight) -> list[Example
     # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
     # unknown, its first inputs are used.
     source = fitted.open_dataset(named, labelled=False)
-    single = replace(source, intake=replace(source.intake, batch_size=1))
+    single = replace(source, preprocessing=replace(source.preprocessing, batch_size=1))
     usable = (
         rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None
     )
