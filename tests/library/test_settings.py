@@ -1,0 +1,74 @@
+"""Settings: one value for a mixture and for the candidates of a search."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import molaplace as mola
+from molaplace.errors import OptionError
+from molaplace.settings import Settings
+from molaplace.structures.distance import ClassDistance
+from tests.library.problems import data
+
+SETTINGS = Settings((0.5, 2.0), temperature=0.7, pooling=0.25, exponent=1.5, onset=1.2)
+
+
+def test_candidates_are_broadcast_and_picked():
+    candidates = SETTINGS.candidates(prior_precision=[1.0, 10.0, 100.0], temperature=[0.5])
+    assert len(candidates) == 3
+    assert candidates[1] == replace(SETTINGS, prior_precision=(10.0, 10.0), temperature=0.5)
+    assert SETTINGS.candidates()[0] == SETTINGS
+    parts = list(candidates.split(2))
+    assert [len(part) for part in parts] == [2, 1]
+    assert parts[1][0] == candidates[2]
+    assert candidates.repeated(2)[3] == candidates[1]
+
+
+def test_json():
+    assert Settings.from_json(json.loads(json.dumps(SETTINGS.as_json()))) == SETTINGS
+    assert SETTINGS.changed() == {"temperature": 0.7, "pooling": 0.25, "distance_exponent": 1.5, "onset": 1.2}
+    assert replace(SETTINGS, exponent=0.0).changed() == {"temperature": 0.7, "pooling": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "argument"),
+    [
+        ("temperature", 0, "temperature"),
+        ("pooling", 2, "pooling"),
+        ("exponent", -1, "distance_exponent"),
+        ("onset", "1", "onset"),
+        ("prior_precision", (1.0, True), "prior_precision"),
+    ],
+)
+def test_values_out_of_range_are_refused(field, value, argument):
+    with pytest.raises(OptionError, match="between") as caught:
+        replace(SETTINGS, **{field: value})
+    assert caught.value.argument == argument
+
+
+def fitted():
+    networks = [torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)) for _ in range(2)]
+    return mola.fit(networks, [data()], progress=False)
+
+
+def test_tensors_of_one_number_are_numbers():
+    posterior = fitted()
+    for change in ("with_temperature", "with_pooling", "with_distance_exponent", "with_prior_precision"):
+        assert getattr(posterior, change)(torch.tensor(0.5)).settings == getattr(posterior, change)(0.5).settings
+
+
+def test_a_prediction_computes_variances_and_distances_once(monkeypatch):
+    """Once for the probabilities, and once for all other fields together."""
+    posterior = fitted().with_distance_exponent(1.0)
+    calls = []
+
+    def counted(kind, name):
+        original = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, **options: calls.append(name) or original(*args, **options))
+
+    counted(type(posterior.components[0].layer.curvature), "variance")
+    counted(ClassDistance, "logs")
+    posterior.predict(data()[0]).numpy()
+    assert calls.count("variance") == calls.count("logs") == 4
