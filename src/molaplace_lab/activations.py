@@ -105,25 +105,31 @@ class ActivationCache:
         # A task consists of a list of network indices, a set index and a slice index. All ranks use rank 0's tasks, because a rank
         # that looks for files later may find more of them.
         tasks: list[tuple[list[int], int, int]] = []
-        for place, source in enumerate(sources):
+        for set_index, source in enumerate(sources):
             paths = [self.paths(network, source) for network in networks]
-            for part in range(len(paths[0]) if paths else 0):
-                missing = [index for index, files in enumerate(paths) if not files[part].exists()]
+            for slice_index in range(len(paths[0]) if paths else 0):
+                missing = [index for index, files in enumerate(paths) if not files[slice_index].exists()]
                 # The data for a task are prepared (decoded, corrupted, rotated) once for all of its networks.
                 size = min(LOADED, -(-len(missing) // team.size)) or 1
-                tasks += [(missing[first : first + size], place, part) for first in range(0, len(missing), size)]
+                tasks += [
+                    (missing[first : first + size], set_index, slice_index) for first in range(0, len(missing), size)
+                ]
         tasks = team.share(tasks)
         if tasks:
             _check_outputs(networks, sources[0])
-        own = tasks[team.rank :: team.size]
+        tasks_of_rank = tasks[team.rank :: team.size]
         load = lru_cache(maxsize=LOADED)(Network.load)
-        for done, (indices, place, part) in enumerate(own):
-            chosen, source = [networks[index] for index in indices], sources[place]
+        for done, (indices, set_index, slice_index) in enumerate(tasks_of_rank):
+            chosen, source = [networks[index] for index in indices], sources[set_index]
             labels = [network.label for network in chosen]
-            progress(f"{', '.join(labels)} on {source.title}", done / len(own))
-            files = [self.paths(network, source)[part] for network in chosen]
+            progress(f"{', '.join(labels)} on {source.title}", done / len(tasks_of_rank))
+            files = [self.paths(network, source)[slice_index] for network in chosen]
             self._run(
-                files, labels, [load(network).to(self.device) for network in chosen], source, _parts(source)[part]
+                files,
+                labels,
+                [load(network).to(self.device) for network in chosen],
+                source,
+                _parts(source)[slice_index],
             )
         team.collect(None)  # wait, so that no process reads a file before all files are complete
         progress("activations are ready", 1.0)
@@ -152,16 +158,16 @@ class ActivationCache:
             captured = stream(networks, heads, every, where=source.title, likelihood=Categorical())
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
-                for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
+                for rows_of_network, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
                     dtype = (
                         head.layer.weight.dtype
                     )  # keep the network's own precision, because float64 would add no accuracy
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
-                    kept.append({name: values.detach().cpu() for name, values in row.items()})
-        for path, kept, head, label in zip(paths, written, heads, labels, strict=True):
+                    rows_of_network.append({name: values.detach().cpu() for name, values in row.items()})
+        for path, rows_of_network, head, label in zip(paths, written, heads, labels, strict=True):
             metadata = {"set": source.name, "network": label}
-            write_rows(path, kept, len(rows), _layer(head.layer), metadata)
+            write_rows(path, rows_of_network, len(rows), _layer(head.layer), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> StoredActivations:
         """Return the networks' stored activations on a set or part of a set."""

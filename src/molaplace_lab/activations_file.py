@@ -40,9 +40,9 @@ def write_rows(
 ) -> None:
     """Write batches (`count` rows in total) and the tensors in `whole` to one safetensors file, creating its folder if necessary."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
-    found = len(next(iter(rows.values())))
-    if found != count:
-        raise DataError(f"expected {count} data in {metadata.get('set', 'the set')}, got {found}.")
+    num_rows = len(next(iter(rows.values())))
+    if num_rows != count:
+        raise DataError(f"expected {count} data in {metadata.get('set', 'the set')}, got {num_rows}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial_file(path) as partial:
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
@@ -75,24 +75,24 @@ class TensorFile:
         if name in WHOLE:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
-        found: list[Tensor] = []
+        slices: list[Tensor] = []
         first, last = 0, self.shape(name)[0] if stop is None else stop
         for part in self.parts:
             rows = part.get_slice(name)
             count = rows.get_shape()[0]
             low, high = (min(max(end - first, 0), count) for end in (start, last))
-            if low < high or not found:
-                found.append(rows[low : max(low, high)])
+            if low < high or not slices:
+                slices.append(rows[low : max(low, high)])
             first += count
-        return torch.cat(found)
+        return torch.cat(slices)
 
     def rows(self, name: str, places: Sequence[int]) -> Tensor:
         """Return the rows of a tensor at the indices `places`, in the given order; consecutive rows are read together."""
         if len(places) == 0:
             return self.read(name, 0, 0)
-        breaks = [index for index, (one, after) in enumerate(pairwise(places), 1) if after != one + 1]
+        breaks = [index for index, (start, following) in enumerate(pairwise(places), 1) if following != start + 1]
         runs = zip([0, *breaks], [*breaks, len(places)], strict=True)
-        return torch.cat([self.read(name, places[one], places[end - 1] + 1) for one, end in runs])
+        return torch.cat([self.read(name, places[start], places[end - 1] + 1) for start, end in runs])
 
 
 class HeadOnly(nn.Module):
@@ -150,7 +150,7 @@ class StoredActivations:
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> StoredActivations:
         """Open the file (or files, in row order) of each network; all files must contain activations for the same set."""
-        files = tuple(TensorFile(one) for one in paths)
+        files = tuple(TensorFile(paths_of_network) for paths_of_network in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
             raise OptionError(
@@ -191,13 +191,13 @@ class StoredActivations:
         for start in range(0, self.count, rows):
             places = self.places[start : start + rows]
             features, logits = ([file.rows(name, places) for file in self.files] for name in ("features", "logits"))
-            padded = [functional.pad(one, (0, max(widths) - one.shape[1])) for one in features]
+            padded = [functional.pad(tensor, (0, max(widths) - tensor.shape[1])) for tensor in features]
             labels = self.labels[start : start + rows]
             yield ActivationSlice(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for activations in self.slices():
-            yield from zip(activations.batches(), torch.split(activations.labels, BATCH), strict=True)
+        for part in self.slices():
+            yield from zip(part.batches(), torch.split(part.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
         """Return the logits for all data at once, shape (K, n, C); use this only for small sets, such as the validation set."""

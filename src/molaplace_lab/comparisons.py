@@ -27,7 +27,7 @@ of 1 to 10 components; rules for the prior precision; mixture weights; and the c
 
 def methods_of(comparison: str, budget: Budget) -> list[Method]:
     """Return the methods in one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
-    found: dict[str, list[Method]] = {
+    methods: dict[str, list[Method]] = {
         "main": [
             LastLayerMethod("MAP", components=1, detectors=True),
             LastLayerMethod("MAP-T", components=1, temperature=True, detectors=True),
@@ -94,4 +94,4 @@ def methods_of(comparison: str, budget: Budget) -> list[Method]:
             for link in ("probit", "probit-centred")
         ],
     }
-    return found[comparison]
+    return methods[comparison]

@@ -226,7 +226,9 @@ def _predict(predictor: Any, batches: Loader) -> None:
 
 def _bytes(method: _Method) -> int:
     # Heads may share a trunk, which must be counted only once.
-    tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
+    tensors = {
+        id(tensor): tensor for network in method.networks for tensor in (*network.parameters(), *network.buffers())
+    }
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *method.tensors))
     if not isinstance(method.predictor, mola.MoLA) or method.predictor.structure is None:
         return size

@@ -110,11 +110,11 @@ def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
     sizes = bank.square().sum(1)
 
     def score(features: Tensor) -> Tensor:
-        found = []
+        distances = []
         for part in torch.split(_directions(features.detach()).to(bank), max(1, PAIRS_AT_ONCE // len(bank))):
             squares = torch.addmm(part.square().sum(1, keepdim=True) + sizes, part, bank.T, alpha=-2)
-            found.append(squares.topk(k, dim=1, largest=False, sorted=False).values.max(1).values)
-        return torch.cat(found).clamp_min(0).sqrt()
+            distances.append(squares.topk(k, dim=1, largest=False, sorted=False).values.max(1).values)
+        return torch.cat(distances).clamp_min(0).sqrt()
 
     return score
 
@@ -131,7 +131,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
     """
     linear = weight.detach().double()
     width = linear.shape[1]
-    kept = dimension or (1000 if width >= 2048 else 512 if width >= 768 else width // 2)
+    principal = dimension or (1000 if width >= 2048 else 512 if width >= 768 else width // 2)
     offset = linear.new_zeros(len(linear)) if bias is None else bias.detach().double()
     origin = -torch.linalg.pinv(linear) @ offset
     moment = linear.new_zeros(width, width)
@@ -139,15 +139,15 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
         values = part.detach().double().to(origin) - origin
         moment += values.T @ values
     spread, directions = torch.linalg.eigh(moment)
-    if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
+    if not spread[: width - principal].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
         raise DataError(
-            f"the training features span at most {kept} of their {width} dimensions, so their distances from this subspace are all 0."
+            f"the training features span at most {principal} of their {width} dimensions, so all distances from it are 0."
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
         # Return two tensors: the distances (n,) from the subspace, and the logits (n, C).
         values = features.detach().double().to(origin)
-        residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
+        residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - principal], dim=1)
         return residual, values @ linear.T + offset
 
     sums = torch.stack([torch.stack([one.sum(), two.amax(1).sum()]) for one, two in map(parts, features())]).sum(0)
@@ -199,19 +199,21 @@ def feature_scores(
             start += len(part)
         return torch.cat(found)
 
-    readers = [partial(parts, one) for one in range(len(train.files))]
-    pairs = [mahalanobis(one, train.labels) for one in readers]
+    readers = [partial(parts, index) for index in range(len(train.files))]
+    pairs = [mahalanobis(reader, train.labels) for reader in readers]
     kinds: dict[str, list[Detector]] = {
         "Mahalanobis": [nearest for nearest, _ in pairs],
         "relative Mahalanobis": [relative for _, relative in pairs],
-        "Mahalanobis++": [mahalanobis(one, train.labels, normalised=True)[0] for one in readers],
+        "Mahalanobis++": [mahalanobis(reader, train.labels, normalised=True)[0] for reader in readers],
         "nearest neighbours": [
-            nearest_neighbours(bank(one), min(NEIGHBOUR, train.count)) for one in range(len(readers))
+            nearest_neighbours(bank(index), min(NEIGHBOUR, train.count)) for index in range(len(readers))
         ],
     }
     try:
-        heads = [one.head for one in train.heads]
-        kinds["ViM"] = [virtual_logit(one, own.weight, own.bias) for one, own in zip(readers, heads, strict=True)]
+        heads = [head_only.head for head_only in train.heads]
+        kinds["ViM"] = [
+            virtual_logit(reader, head.weight, head.bias) for reader, head in zip(readers, heads, strict=True)
+        ]
     except DataError as error:
         warn(f"ViM is left out: {error}")
 

@@ -35,15 +35,15 @@ Measure = Callable[[Predictions], dict[str, float]]
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
     """Return Spearman's rank correlation between two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
-    ranks = [_ranks(one.double().numpy()) for one in (first, second)]
-    centred = [one - one.mean() for one in ranks]
+    ranks = [_ranks(values.double().numpy()) for values in (first, second)]
+    centred = [values - values.mean() for values in ranks]
     size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
     return float((centred[0] * centred[1]).sum()) / size if size > 0 else 0.0
 
 
 def _ranks(values: NDArray[Any]) -> NDArray[Any]:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]  # ties share the mean of their ranks
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties share the mean of their ranks
 
 
 def human_labels(counts: Tensor, predictions: Predictions) -> dict[str, float]:
@@ -81,8 +81,8 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
     scores = torch.cat([inside, outside]).double()
     # Inputs whose score is at most the threshold are accepted: each correctly classified input counts as +1, and each outlier as -1.
     gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
-    values, places = np.unique(scores.numpy(), return_inverse=True)
-    total = np.bincount(places, gains.numpy(), len(values)).cumsum()
+    values, inverse = np.unique(scores.numpy(), return_inverse=True)
+    total = np.bincount(inverse, gains.numpy(), len(values)).cumsum()
     best = int(total.argmax())
     return -np.inf if total[best] < 0 else float(values[best])
 

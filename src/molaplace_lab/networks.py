@@ -93,8 +93,8 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             "images": images,
         }
         if path.exists():
-            kept = _identity(path)
-            reason = "no training options" if kept is None else _differences(kept, identity)
+            trained_with = _identity(path)
+            reason = "no training options" if trained_with is None else _differences(trained_with, identity)
             if reason:
                 raise StorageError(
                     f"{path} was trained with other options ({reason}). Choose another folder (--output), or delete this file."
@@ -118,11 +118,11 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 def _identity(path: Path) -> dict[str, Any] | None:
     # Return the `python -m molaplace_lab train` options stored in a file, or None if another program wrote the file.
-    kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
-    if kept is None:
+    text = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
+    if text is None:
         return None
     try:
-        identity: dict[str, Any] = json.loads(kept)
+        identity: dict[str, Any] = json.loads(text)
         check(identity, {"recipe": {}}, "identity")
     except (StorageError, ValueError, TypeError) as error:
         raise StorageError(
@@ -131,8 +131,8 @@ def _identity(path: Path) -> dict[str, Any] | None:
     return identity
 
 
-def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
-    before, now = ({**one, **one.get("recipe", {})} for one in (kept, wanted))
+def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> str:
+    before, now = ({**options, **options.get("recipe", {})} for options in (stored, wanted))
     return "; ".join(
         f"{name}: {before.get(name)!r} in the file, {now[name]!r} requested"
         for name in now
@@ -153,13 +153,13 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
 
 def find_networks(directory: Path) -> list[Path]:
     """List the weight files in a folder, sorted by name and excluding unfinished networks."""
-    found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
-    if not found:
+    paths = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
+    if not paths:
         raise OptionError(
             f"{directory} contains no trained networks ({', '.join(ENDINGS)}). Train networks "
             f"(python -m molaplace_lab train --output {directory}), pass --train, or choose another folder with --networks."
         )
-    return found
+    return paths
 
 
 # --- networks listed individually
@@ -174,9 +174,9 @@ def are_names(text: str) -> bool:
 
 def open_named(text: str, classes: int) -> list[Network]:
     """Open a comma-separated list of networks (see the module docstring); networks from libraries have `classes` outputs."""
-    found = []
-    for one in filter(None, (piece.strip() for piece in text.split(","))):
-        name, _, file = one.partition("=")
+    networks = []
+    for entry in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, file = entry.partition("=")
         path = Path(file).expanduser() if file else None
         if path is not None and not path.is_file():
             raise OptionError(
@@ -186,8 +186,8 @@ def open_named(text: str, classes: int) -> list[Network]:
         if path is None and library:
             raise OptionError(f"{name} has no trained weights. Specify a weight file: {name}=FILE.")
         build = partial(_resized, name, classes) if library else import_builder(name)
-        found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
-    return found
+        networks.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), entry))
+    return networks
 
 
 def timm_builder(name: str) -> Callable[[int], nn.Module]:
@@ -220,10 +220,12 @@ def _resized(name: str, classes: int) -> nn.Module:
     # The network resizes and normalises images as the library does for evaluation.
     if name.startswith(TIMM):
         network = timm_builder(name.removeprefix(TIMM))(classes)
-        found = getattr(network, "pretrained_cfg", None) or {}
-        size, mean, std = (found.get("input_size") or (224,))[-1], found.get("mean") or 0.0, found.get("std") or 1.0
-        crop = 1.0 if found.get("crop_mode") == "squash" else float(found.get("crop_pct") or 0.875)
-        bicubic = found.get("interpolation") == "bicubic"
+        settings = getattr(network, "pretrained_cfg", None) or {}
+        size = (settings.get("input_size") or (224,))[-1]
+        mean = settings.get("mean") or 0.0
+        std = settings.get("std") or 1.0
+        crop = 1.0 if settings.get("crop_mode") == "squash" else float(settings.get("crop_pct") or 0.875)
+        bicubic = settings.get("interpolation") == "bicubic"
     else:
         network = _made(name, classes)
         weights: Any = importlib.import_module("torchvision.models").get_model_weights(name.removeprefix(TORCHVISION))

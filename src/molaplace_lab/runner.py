@@ -118,8 +118,10 @@ class Plan:
         """Load the training data of the suite's networks onto a device."""
         if self.suite.training_data is None:
             raise OptionError(f"the {self.suite.name} suite has no data for training SWAG or MIMO.")
-        found = self.suite.training_data(self.options, self.suite.recipe)
-        return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
+        training = self.suite.training_data(self.options, self.suite.recipe)
+        return TrainingData(
+            Labelled(training.data.inputs.to(device), training.data.labels.to(device)), training.prepare
+        )
 
     def experiment(self) -> dict[str, Any]:
         """Return the settings that all records in a folder must share, so that results of different experiments are not averaged."""
@@ -142,9 +144,11 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}
-    roles = {name: one.get("role") for name, one in document.get("sets", {}).items()}
+    roles = {name: entry.get("role") for name, entry in document.get("sets", {}).items()}
     roles |= {name: source.role for name, source in plan.sources.items()}
-    kept, now = ({**one, **one.get("options", {})} for one in (document.get("experiment") or {}, plan.experiment()))
+    kept, now = (
+        {**entry, **entry.get("options", {})} for entry in (document.get("experiment") or {}, plan.experiment())
+    )
     before, after = kept.pop("data", {}), now.pop("data")
     different = [
         f"{name}: {kept.get(name)} in the folder, {now.get(name)} requested"
@@ -190,10 +194,10 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
     examples = {}
     for name, source in plan.sources.items():
         if source.role in ("test", "shift", "outlier") and source.show is not None:
-            shown = source.show(range(min(NUM_EXAMPLES, source.count)))
-            labels = [] if source.role == "outlier" else shown.labels.tolist()
-            packed = base64.b64encode(shown.pixels.contiguous().numpy().tobytes()).decode()
-            examples[name] = {"shape": list(shown.pixels.shape), "pixels": packed, "label": labels}
+            images = source.show(range(min(NUM_EXAMPLES, source.count)))
+            labels = [] if source.role == "outlier" else images.labels.tolist()
+            packed = base64.b64encode(images.pixels.contiguous().numpy().tobytes()).decode()
+            examples[name] = {"shape": list(images.pixels.shape), "pixels": packed, "label": labels}
     experiment = plan.experiment()
     experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
     return {
@@ -240,7 +244,7 @@ def run_suite(
         store.write_document(plan.suite.name, SUITE, describe(plan, _check_results_dir(plan, store, fresh=fresh)))
         jobs = _open_jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
-    members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
+    members = {network.checksum: network for job in jobs for network in plan.members(job.group, job.run)}
     # Compute the activations of each set only once; its subsets reuse them.
     needed = {
         (source.whole or source).checksum: source.whole or source
@@ -264,7 +268,7 @@ def run_suite(
         return activations.read(networks, plan.sources_of(run)[name])
 
     training = cache(partial(plan.read_training, str(activations.device)))
-    refused: list[str] = []
+    failures: list[str] = []
     for index, job in enumerate(jobs):
         # Within a run, methods that train networks share these networks, so they are all assigned to the same process.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
@@ -289,8 +293,8 @@ def run_suite(
         except StorageError:
             raise  # a damaged file affects every method
         except MolaError as error:
-            refused.append(f"{job.method.name}, run {job.run + 1}: {error}")
-    refusals = [one for some in team.collect(refused) for one in some]
+            failures.append(f"{job.method.name}, run {job.run + 1}: {error}")
+    refusals = [message for messages in team.collect(failures) for message in messages]
     progress("records are ready", 1.0)
     if refusals:
         raise OptionError(
@@ -319,7 +323,7 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
     ]
     if fresh:
         return jobs
-    found: list[_Job] = []
+    open_jobs: list[_Job] = []
     lacking: dict[str, None] = {}
     for job in jobs:
         try:
@@ -328,13 +332,13 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
             warn(f"{error} It will be recomputed.")
             record = None
         settings, networks, data = _identity(plan, job)
-        titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
+        titles = {name: source.title for name, source in plan.sources_of(job.run).items() if source.role == "outlier"}
         if (
             record is None
             or (record.settings, record.networks) != (settings, networks)
             or _other_data(record.data, data, {*record.outliers, *titles})
         ):
-            found.append(job)
+            open_jobs.append(job)
         else:
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
@@ -342,7 +346,7 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
             f"some records contain no results for {', '.join(lacking)}, so the corresponding cells in reports stay empty. "
             f"Pass --fresh to recompute these records."
         )
-    return found
+    return open_jobs
 
 
 def _run(plan: Plan, job: _Job, context: Context) -> Record:
@@ -399,9 +403,9 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 def _finite(value: Any) -> Any:
     # Replace non-finite values with None, because JSON cannot represent them.
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

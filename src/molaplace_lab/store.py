@@ -28,12 +28,12 @@ class Store:
 
     def suites(self) -> list[str]:
         """Return the names of the suites that have results."""
-        found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
-        if not found:
+        names = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
+        if not names:
             raise StorageError(
                 f"{self.directory} contains no results. Create results: python -m molaplace_lab bench <suite> --results {self.directory}"
             )
-        return found
+        return names
 
     def path(self, suite: str, method: str, run: int) -> Path:
         """Return the path of a record."""

@@ -55,7 +55,7 @@ Part = TypeVar("Part", SwagBudget, MimoBudget)
 
 def changed(part: Part, text: str) -> Part:
     """Return a copy of a budget with the changes specified in text such as "snapshots=12, images=12500"."""
-    names = [one.name for one in fields(part)]
+    names = [field.name for field in fields(part)]
     values: dict[str, Any] = {}
     for pair in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = (piece.strip() for piece in pair.partition("="))

@@ -59,9 +59,9 @@ class Streams:
         for index in range(self.first, self.first + self.count):
             yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
-    def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
+    def draw(self, sample: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
         """Call `one` with each image's stream and stack the results; each call to `draw` restarts the streams."""
-        return np.stack([one(generator) for generator in self])
+        return np.stack([sample(generator) for generator in self])
 
     def normal(self, shape: tuple[int, ...]) -> Floats:
         """Draw one array of the given shape for each image, from the standard normal distribution."""

@@ -73,9 +73,9 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     touching = np.zeros((3, 3, 3))
     touching[1] = 1
     pieces, count = ndimage.label(candidates, structure=touching)
-    kept = np.zeros(count + 1, dtype=np.bool_)
-    kept[pieces[candidates & (strength > high)]] = True
-    return kept[pieces]
+    strong = np.zeros(count + 1, dtype=np.bool_)
+    strong[pieces[candidates & (strength > high)]] = True
+    return strong[pieces]
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:

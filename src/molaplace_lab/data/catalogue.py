@@ -52,7 +52,7 @@ class Split:
 def _find(path: Path) -> Path | None:
     if path.is_dir():
         return path if image_files(path) else None
-    return next((one for one in (path, path.with_name(f"{path.name}.gz")) if one.is_file()), None)
+    return next((file for file in (path, path.with_name(f"{path.name}.gz")) if file.is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 """Data sets, keyed by name. EMNIST's images, which are stored transposed, are transposed back when they are read."""
 
 
-def data_directory(given: Path | str | None = None) -> Path:
+def data_directory(directory: Path | str | None = None) -> Path:
     """Return the folder with the data sets: the given folder or, by default, the value of the environment variable `MOLAPLACE_DATA`."""
-    chosen = given if given is not None else os.environ.get(VARIABLE) or None
+    chosen = directory if directory is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(
             "no data directory is given. Pass the folder that contains the data sets (--data DIR), "
@@ -245,7 +245,7 @@ def data_directory(given: Path | str | None = None) -> Path:
         )
     path = Path(chosen).expanduser()
     if not path.is_dir():
-        source = "" if given is not None else f" ({VARIABLE})"
+        source = "" if directory is not None else f" ({VARIABLE})"
         raise DataError(f"the data directory {path}{source} is not a folder. Create it, or choose another folder.")
     return path
 
@@ -277,8 +277,8 @@ def load_images(
         try:
             if not wanted.downloads:
                 raise DataError("no URL is known.")
-            for one in wanted.downloads:
-                fetch(one, root, progress=progress)
+            for item in wanted.downloads:
+                fetch(item, root, progress=progress)
         except DataError as error:
             raise DataError(
                 f"{where} could not be downloaded: {error} Expected files:\n{dataset.expected(split, root)}"

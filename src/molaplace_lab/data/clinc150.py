@@ -47,7 +47,7 @@ class Requests:
 def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
     """Read the published requests, keyed by part (see `PARTS`). Labels follow the alphabetical order of the intents."""
     root = data_directory(directory)
-    path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
+    path = next((file for folder in FOLDERS if (file := root / folder / FILE).is_file()), None)
     if path is None:
         raise DataError(f"CLINC150 is not in {root}. Provide:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
     try:
@@ -57,16 +57,16 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
     except (OSError, ValueError, StorageError) as error:
         raise DataError(f"{path} is not the CLINC150 file ({error}). Download it again from {PAGE}.") from error
     intents = sorted({intent for _, intent in pairs["train"]})
-    places = {intent: place for place, intent in enumerate(intents)}
-    found = {}
-    for part, given in pairs.items():
+    indices = {intent: index for index, intent in enumerate(intents)}
+    requests = {}
+    for part, examples in pairs.items():
         outside = part.startswith("oos")
-        unknown = sorted({intent for _, intent in given if intent not in places})
+        unknown = sorted({intent for _, intent in examples if intent not in indices})
         if unknown and not outside:
             raise DataError(f"{path}: {part} contains intents that are missing from train: {', '.join(unknown[:3])}.")
-        labels = tuple(-1 if outside else places[intent] for _, intent in given)
-        found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
-    return found
+        labels = tuple(-1 if outside else indices[intent] for _, intent in examples)
+        requests[part] = Requests(tuple(sentence for sentence, _ in examples), labels)
+    return requests
 
 
 def embed(sentences: Sequence[str]) -> Tensor:

@@ -118,16 +118,16 @@ def read_arrays(paths: Sequence[Path]) -> Images:
     content = BytesIO(read_bytes(path))
     try:
         if path.name.removesuffix(".gz").endswith(".mat"):
-            pixels, given = _matlab(content)
+            pixels, stored_labels = _matlab(content)
         else:
             with np.load(content, allow_pickle=False) as arrays:
-                pixels, given = arrays["images"], arrays.get("labels")
+                pixels, stored_labels = arrays["images"], arrays.get("labels")
     except BROKEN as error:
         raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a complete file of image arrays: {type(error).__name__}: {error}. "
             f"{FETCH_AGAIN}"
         ) from error
-    labels = np.zeros(len(pixels), np.int64) if given is None else given.reshape(-1).astype(np.int64)
+    labels = np.zeros(len(pixels), np.int64) if stored_labels is None else stored_labels.reshape(-1).astype(np.int64)
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), SIDE, SIDE, 3):
         raise DataError(
             f"{path}: expected uint8 images of shape ({len(labels)}, {SIDE}, {SIDE}, 3); got {pixels.shape} of type {pixels.dtype}."

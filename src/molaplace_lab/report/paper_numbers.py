@@ -15,7 +15,7 @@ RUNS = 5
 
 
 def _row(text: str, names: tuple[str, ...]) -> dict[str, RunMean]:
-    numbers = [float(one) for one in text.split()]
+    numbers = [float(number) for number in text.split()]
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
     return {name: RunMean(mean, error, RUNS) for name, (mean, error) in zip(names, pairs, strict=True)}
 

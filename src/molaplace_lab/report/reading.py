@@ -128,8 +128,8 @@ class SuiteResults:
 def known_scores(suite: SuiteResults) -> list[str]:
     """Return the outlier scores in the records: first the known scores in table order, then all others in alphabetical order."""
     results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
-    found = {score for result in results for score in result.scores}
-    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
+    scores = {score for result in results for score in result.scores}
+    return [score for score in SCORE_ORDER if score in scores] + sorted(scores - set(SCORE_ORDER))
 
 
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
@@ -229,13 +229,13 @@ def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]
     return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
 
 
-def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
+def _pictures(document: dict[str, Any], place: str, role: Role) -> Pictures:
     try:
-        content = base64.b64decode(given["pixels"], validate=True)
-        pixels = np.frombuffer(content, dtype=np.uint8).reshape(given["shape"]).transpose(0, 2, 3, 1)
+        content = base64.b64decode(document["pixels"], validate=True)
+        pixels = np.frombuffer(content, dtype=np.uint8).reshape(document["shape"]).transpose(0, 2, 3, 1)
     except ValueError as error:
         raise StorageError(f"{place} cannot be read ({error}). {AGAIN}") from error
-    labels = given.get("label")
+    labels = document.get("label")
     return Pictures(pixels, tuple(labels) if labels and role != "outlier" else None)
 
 

@@ -83,14 +83,14 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) * (1 / count + overlap))
 
 
-def leaders(found: Mapping[str, RunMean | None], better: Literal["low", "high"]) -> list[str]:
+def leaders(estimates: Mapping[str, RunMean | None], better: Literal["low", "high"]) -> list[str]:
     """Return the best method and all methods that tie with it, if they lead all other methods by more than chance would explain.
 
     The lead must be at least as significant as a lead of `mola.evaluation.CLEAR` standard errors under a normal distribution. Under
     Student's t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
-    known = {name: one for name, one in found.items() if one is not None}
+    known = {name: estimate for name, estimate in estimates.items() if estimate is not None}
     if len(known) < 2:
         return []
     first = max(known, key=lambda name: sign * known[name].value)

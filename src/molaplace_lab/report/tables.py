@@ -45,7 +45,10 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
             "outliers": _outliers(suite, numbers),
             "difference": _differences(suite, numbers),
             "scores": _score_digest(suite, numbers),
-            **{f"scores {one.name}": _scores(suite, numbers, one) for one in suite.of_role("outlier")},
+            **{
+                f"scores {outlier_set.name}": _scores(suite, numbers, outlier_set)
+                for outlier_set in suite.of_role("outlier")
+            },
             "openood": _openood(suite, numbers),
             "rejection": _rejection(suite, numbers),
             "in-distribution": _in_distribution(suite, numbers),
@@ -75,8 +78,8 @@ def _paper_rows(methods: Mapping[str, Any]) -> dict[str, Any]:
     return {f"paper: {method}": row for method, row in methods.items()}
 
 
-def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
-    if not given:
+def _paper_words(suite: SuiteResults, settings: Mapping[str, Any]) -> str:
+    if not settings:
         return ""
     there, here = paper_numbers.NETWORKS[suite.name], suite.network
     same = there.lower().replace("-", "") == here.lower().replace("-", "")
@@ -261,14 +264,18 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     return marked_table(f"{suite.title}: outliers by every score", caption, columns, values)
 
 
-def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
+def _scores(suite: SuiteResults, numbers: Numbers, outlier_set: SetInfo) -> Table:
     caption = (
         "In %. AUPR treats test data (in) or outliers (out) as the positive class. FPR95 is the share of outliers accepted at the "
         "threshold that accepts 95 % of the test data. FPR95 out is the share of test data rejected at the threshold that rejects "
         "95 % of the outliers."
     )
     return _every_score(
-        f"{one.title}: every method by every score", caption, suite, numbers, columns_on(one.name, SCORED)
+        f"{outlier_set.title}: every method by every score",
+        caption,
+        suite,
+        numbers,
+        columns_on(outlier_set.name, SCORED),
     )
 
 
@@ -402,9 +409,11 @@ def _plain(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _range(given: Iterable[Any]) -> str:
+def _range(values: Iterable[Any]) -> str:
     # Return the range of all the given numbers; each value is a number, a list of numbers, or None.
-    numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
+    numbers = [
+        number for value in values for number in (value if isinstance(value, list) else [value]) if number is not None
+    ]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))
 

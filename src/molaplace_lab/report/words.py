@@ -17,12 +17,14 @@ def suite_findings(suite: SuiteResults) -> list[Finding]:
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
-    found = [_compared(suite, numbers, own, base) for own, base in COMPARED if {own, base} <= suite.runs.keys()]
-    return [finding for finding in found if finding is not None]
+    findings = [
+        _compared(suite, numbers, method, base) for method, base in COMPARED if {method, base} <= suite.runs.keys()
+    ]
+    return [finding for finding in findings if finding is not None]
 
 
-def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
-    outliers = tuple(one.name for one in shared_outliers(suite.sets, suite.runs))
+def _compared(suite: SuiteResults, numbers: Numbers, method: str, base: str) -> Finding | None:
+    outliers = tuple(outlier_set.name for outlier_set in shared_outliers(suite.sets, suite.runs))
     # Each entry consists of a name, a quantity, a sign (1 if higher is better), the number of decimals and a unit factor.
     quantities = (
         ("log loss on test data", Quantity("test", "nll"), -1, 4, 1),
@@ -36,8 +38,8 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
     worse: list[str] = []
     same: list[str] = []
     for name, quantity, sign, digits, factor in quantities:
-        found = numbers(quantity, factor)
-        if (mine := found[own]) is None or (theirs := found[base]) is None:
+        estimates = numbers(quantity, factor)
+        if (mine := estimates[method]) is None or (theirs := estimates[base]) is None:
             continue
         gap = mine.minus(theirs)
         if abs(gap.value) < SAME:
@@ -45,10 +47,10 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
         elif is_clear(gap):
             words = f"{name} {mine.value:.{digits}f} against {theirs.value:.{digits}f}"
             (better if sign * gap.value > 0 else worse).append(words)
-    parts = [f"{own} equals {base} in {', '.join(same)}."] if same else []
+    parts = [f"{method} equals {base} in {', '.join(same)}."] if same else []
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
-    return Finding(f"{own} and {base}", " ".join(parts)) if parts else None
+    return Finding(f"{method} and {base}", " ".join(parts)) if parts else None
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:

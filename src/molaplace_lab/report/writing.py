@@ -18,13 +18,13 @@ from molaplace_lab.report.tables import suite_tables
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = no_progress) -> Path:
     """Write `index.html`, `tables.md`, `tables.tex`, and `figures/<suite>-<name>.svg` and `.png`; return the path of the page."""
-    named = {(suite.name, name): one for suite in suites for name, one in suite_figures(suite).items()}
-    files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in named}
+    figures = {(suite.name, name): figure for suite in suites for name, figure in suite_figures(suite).items()}
+    files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in figures}
     with writing_to(directory):
-        drawn = draw_figures({files[key]: one for key, one in named.items()}, directory, progress)
+        drawn = draw_figures({files[key]: figure for key, figure in figures.items()}, directory, progress)
         reports = [
             SuiteReport(
-                suite, suite_tables(suite), {key[1]: drawn[files[key]] for key in named if key[0] == suite.name}
+                suite, suite_tables(suite), {key[1]: drawn[files[key]] for key in figures if key[0] == suite.name}
             )
             for suite in suites
         ]

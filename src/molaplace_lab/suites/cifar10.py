@@ -91,7 +91,9 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     return {
         **in_distribution("cifar10", "CIFAR-10", "cifar10", options),
         **severities,
-        **outlier_sources(options, "cifar10", OUTLIERS, lambda one: Images(in_colour(one.pixels, SIDE), one.labels)),
+        **outlier_sources(
+            options, "cifar10", OUTLIERS, lambda images: Images(in_colour(images.pixels, SIDE), images.labels)
+        ),
     }
 
 

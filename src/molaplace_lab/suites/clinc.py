@@ -42,12 +42,12 @@ def _read(options: DataOptions) -> dict[str, Labelled]:
             f"the normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
         )
     limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
-    found = {}
+    parts = {}
     for part, requests in load_clinc150(options.directory).items():
         rows = _rows(requests)
         places = even_indices(len(rows), min(len(rows), limits.get(part) or len(rows)))
-        found[part] = Labelled(rows.inputs[places], rows.labels[places])
-    return found
+        parts[part] = Labelled(rows.inputs[places], rows.labels[places])
+    return parts
 
 
 def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:

@@ -19,8 +19,8 @@ OUTLIERS = 500
 
 
 def _images(inputs: Tensor, labels: Tensor | None = None) -> Images:
-    given = torch.zeros(len(inputs), dtype=torch.int64) if labels is None else labels
-    return Images((255 * inputs).round().to(torch.uint8), given)
+    known_labels = torch.zeros(len(inputs), dtype=torch.int64) if labels is None else labels
+    return Images((255 * inputs).round().to(torch.uint8), known_labels)
 
 
 @cache
@@ -37,7 +37,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     count = options.outliers or OUTLIERS
     outliers = {"natural patches": natural_patches(count), "noise": uniform_noise(count)}
     return {
-        **{role: image_source(options, "none", role, f"digits {role}", role, one) for role, one in parts.items()},
+        **{role: image_source(options, "none", role, f"digits {role}", role, images) for role, images in parts.items()},
         **rotations(options, "digits", test, "bilinear"),
         **{
             name: image_source(options, "none", name, name, "outlier", _images(inputs))

@@ -115,19 +115,19 @@ def in_distribution(name: str, title: str, normalised: str, options: DataOptions
 
 def load_outliers(options: DataOptions, names: Iterable[str]) -> dict[str, Images]:
     """Read the outlier sets. A set that is neither in the data directory nor downloaded is omitted with a warning."""
-    found = {}
+    outliers = {}
     for name in names:
         reason = "is not in the data directory"
         if has_images(name, "test", options.directory) or options.download:
             try:
-                found[name] = load(name, "test", options).evenly(options.outliers)
+                outliers[name] = load(name, "test", options).evenly(options.outliers)
                 continue
             except DataError as error:
                 if has_images(name, "test", options.directory):
                     raise
                 reason = f"could not be downloaded ({error})"
         warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
-    return found
+    return outliers
 
 
 def outlier_sources(

@@ -80,30 +80,32 @@ def _source(
         # The corruption of an image depends only on its index.
         for index, (pixels, labels) in enumerate(images.part(places).batches(BATCH, workers=2)):
             if kinds:
-                own = places[index * BATCH : index * BATCH + len(labels)]
-                pairs = zip(torch.split(pixels, 1), own, strict=True)
-                pixels = torch.cat([change(one, kinds[place], first=place) for one, place in pairs])
+                indices = places[index * BATCH : index * BATCH + len(labels)]
+                pairs = zip(torch.split(pixels, 1), indices, strict=True)
+                pixels = torch.cat(
+                    [change(image, kinds[index_of_image], first=index_of_image) for image, index_of_image in pairs]
+                )
             yield Images(pixels, labels)
 
     def read(places: Sequence[int]) -> Batches:
-        return ((normalise(one.pixels), one.labels) for one in pictures(places))
+        return ((normalise(batch.pixels), batch.labels) for batch in pictures(places))
 
     def show(places: Sequence[int]) -> Images:
-        pixels = torch.cat([in_colour(one.pixels, THUMBNAIL) for one in pictures(places)])
+        pixels = torch.cat([in_colour(batch.pixels, THUMBNAIL) for batch in pictures(places)])
         return Images(pixels, images.labels[list(places)])
 
     root = data_directory(options.directory)
     files = [(path.relative_to(root).as_posix(), path.stat()) for path in images.paths]
-    listed = [[file, found.st_size, found.st_mtime_ns] for file, found in files]
+    listed = [[file, status.st_size, status.st_mtime_ns] for file, status in files]
     made_by = [CORRUPTION_SEED, level, list(kinds)] if kinds else []
-    own = checksum(listed, images.labels.tolist(), repr(images.prepare), *made_by)
-    key = checksum(own, repr(normalise))
+    content_checksum = checksum(listed, images.labels.tolist(), repr(images.prepare), *made_by)
+    key = checksum(content_checksum, repr(normalise))
     return Source(name, title, role, len(images), key, read, show, level, types, large=True)
 
 
 def _outliers(options: DataOptions) -> dict[str, Source]:
-    found = load_outliers(options, OUTLIERS)
-    return {name: _enlarged(options, name, images) for name, images in found.items()}
+    outliers = load_outliers(options, OUTLIERS)
+    return {name: _enlarged(options, name, images) for name, images in outliers.items()}
 
 
 def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
@@ -111,7 +113,9 @@ def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
 
     def read(places: Sequence[int]) -> Batches:
         chosen = images.part(places)
-        for pixels, labels in zip(*(torch.split(one, BATCH) for one in (chosen.pixels, chosen.labels)), strict=True):
+        for pixels, labels in zip(
+            *(torch.split(tensor, BATCH) for tensor in (chosen.pixels, chosen.labels)), strict=True
+        ):
             yield normalise(in_colour(pixels, side)), labels
 
     def show(places: Sequence[int]) -> Images:
@@ -147,18 +151,18 @@ def _shifted(
     options: DataOptions, images: ImageFolder, types: tuple[str, ...], published: bool, kinds: list[str]
 ) -> list[Source]:
     # Return the shifted sets; `kinds` contains the corruption of each image.
-    found = []
+    sources = []
     for severity in SEVERITIES:
         name, about = f"severity {severity}", "" if published else ", generated,"
         title = f"ImageNet-C{about} ({len(types)} types) at severity {severity}"
         if published:
             pairs = zip(kinds, images.paths, strict=True)
-            paths = tuple(_published_file(options, one, severity, path) for one, path in pairs)
+            paths = tuple(_published_file(options, kind, severity, path) for kind, path in pairs)
             made, dealt = replace(images, paths=paths), []
         else:
             made, dealt = images, kinds
-        found.append(_source(options, name, title, "shift", made, kinds=dealt, types=types, level=severity))
-    return found
+        sources.append(_source(options, name, title, "shift", made, kinds=dealt, types=types, level=severity))
+    return sources
 
 
 def _published_file(options: DataOptions, kind: str, severity: int, path: Path) -> Path:
@@ -189,8 +193,8 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     kinds = [types[index % len(types)] for index in range(len(images))]
     parts: dict[Role, ImageFolder] = {"train": train, "validation": validation, "test": test}
     return {
-        **{role: _source(options, role, f"ImageNet {role}", role, one) for role, one in parts.items()},
-        **{one.name: one for one in _shifted(options, images, types, published, kinds)},
+        **{role: _source(options, role, f"ImageNet {role}", role, part) for role, part in parts.items()},
+        **{source.name: source for source in _shifted(options, images, types, published, kinds)},
         **_outliers(options),
     }
 
@@ -221,22 +225,22 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
         # The images are sorted by their index within the class and then by class, so that the types alternate.
         tested = _places(ranks[some], PARTS["test"][1], turn)
         order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
-        folds.append({**fold, **{one.name: one.part(order) for one in shifts}, **outliers})
+        folds.append({**fold, **{source.name: source.part(order) for source in shifts}, **outliers})
     return folds
 
 
 def _ranks(labels: Tensor) -> Tensor:
     # Return the index of each image among the images in its class, counting from 0.
-    ranks, seen = torch.zeros_like(labels), dict[int, int]()
-    for place, label in enumerate(labels.tolist()):
-        ranks[place] = seen.get(label, 0)
-        seen[label] = int(ranks[place]) + 1
+    ranks, counts = torch.zeros_like(labels), dict[int, int]()
+    for index, label in enumerate(labels.tolist()):
+        ranks[index] = counts.get(label, 0)
+        counts[label] = int(ranks[index]) + 1
     return ranks
 
 
 def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
     # Return the indices of the images in the requested fifths of each class.
-    fifths = torch.tensor([(one + turn) % FOLDS for one in wanted])
+    fifths = torch.tensor([(fifth + turn) % FOLDS for fifth in wanted])
     return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
 
 

@@ -133,9 +133,9 @@ def remaining_epochs(
     """
     done = 0
     if checkpoint is not None:
-        done, found = checkpoint.restore(epochs, network, optimiser, schedule)
+        done, tensors = checkpoint.restore(epochs, network, optimiser, schedule)
         if done:
-            resume(done, found)
+            resume(done, tensors)
             on_epoch(done)
     bar = {"desc": progress, "initial": done, "total": epochs, "disable": None if progress else True, "leave": False}
     for epoch in tqdm(range(done, epochs), **bar):
@@ -241,10 +241,10 @@ def train(
         def state() -> dict[str, Tensor]:
             return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(example.device)} if cuda else {})
 
-        def resume(done: int, kept: dict[str, Tensor]) -> None:
-            torch.set_rng_state(kept["cpu"])
+        def resume(done: int, tensors: dict[str, Tensor]) -> None:
+            torch.set_rng_state(tensors["cpu"])
             if cuda:
-                torch.cuda.set_rng_state(kept["cuda"], example.device)
+                torch.cuda.set_rng_state(tensors["cuda"], example.device)
 
         def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
             return functional.cross_entropy(network(inputs), labels), math.inf
@@ -270,6 +270,6 @@ def train_ensemble(
     `on_epoch` is called after every epoch with the member's index and its number of completed epochs.
     """
     return [
-        train(build, data, recipe, seed=own, on_epoch=partial(on_epoch, member))
-        for member, own in enumerate(member_seeds(members, seed))
+        train(build, data, recipe, seed=member_seed, on_epoch=partial(on_epoch, member))
+        for member, member_seed in enumerate(member_seeds(members, seed))
     ]

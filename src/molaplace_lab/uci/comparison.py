@@ -83,17 +83,17 @@ def run_uci(
     the number of completed splits and the total number of splits.
     """
     for name in sets:
-        found = read_uci(data, name)
-        jobs = [(f"split-{number}", found.split(number), METHODS) for number in range(len(found.tests))[:splits]]
-        for feature in range(found.inputs.shape[1] if gaps else 0):
-            if len(set(found.inputs[:, feature].tolist())) > 2:  # a feature with two values has no middle third
-                jobs.append((f"gap-{feature}", found.gap(feature), GAP_METHODS))
+        uci_set = read_uci(data, name)
+        jobs = [(f"split-{number}", uci_set.split(number), METHODS) for number in range(len(uci_set.tests))[:splits]]
+        for feature in range(uci_set.inputs.shape[1] if gaps else 0):
+            if len(set(uci_set.inputs[:, feature].tolist())) > 2:  # a feature with two values has no middle third
+                jobs.append((f"gap-{feature}", uci_set.gap(feature), GAP_METHODS))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
-            path, settings = results / "uci" / name / f"{label}.json", _settings(found, methods)
+            path, settings = results / "uci" / name / f"{label}.json", _settings(uci_set, methods)
             if not fresh and path.exists():
                 record = _read(path)
-                if record["settings"] == settings and record["data"] == found.checksum:
+                if record["settings"] == settings and record["data"] == uci_set.checksum:
                     continue
             seed = int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
             document = {
@@ -102,8 +102,8 @@ def run_uci(
                 "set": name,
                 "split": label,
                 "settings": settings,
-                "data": found.checksum,
-                "methods": compare(found, split, methods, seed=seed),
+                "data": uci_set.checksum,
+                "methods": compare(uci_set, split, methods, seed=seed),
                 "environment": environment(),
             }
             write_json(path, document)
@@ -139,12 +139,12 @@ def _read(path: Path) -> dict[str, Any]:
 def read_records(results: str | Path) -> list[dict[str, Any]]:
     """Read all UCI records in a results folder."""
     folder = Path(results) / "uci"
-    found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
-    if not found:
+    records = [_read(path) for path in sorted(folder.glob("*/*.json"))]
+    if not records:
         raise StorageError(
             f"{folder} contains no records. Create records with: python -m molaplace_lab bench uci --data DIR"
         )
-    return found
+    return records
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
@@ -156,28 +156,28 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     """
     inputs, targets = split.train[0].float(), split.train[1].float()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-    held, seen = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
+    held_out, fitted = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
     networks = train_mlps(
         inputs.shape[1],
         (data.hidden,),
         1,
-        Labelled(inputs[seen], targets[seen]),
+        Labelled(inputs[fitted], targets[fitted]),
         RECIPE,
         members=MEMBERS,
         seed=seed,
         loss="squared-error",
     )
     in_units = targets.double() * split.scale + split.location
-    train, validation = ((inputs[rows], in_units[rows]) for rows in (seen, held))
-    found = {}
+    train, validation = ((inputs[rows], in_units[rows]) for rows in (fitted, held_out))
+    scores_by_method = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MolaWarning)  # ignore the rules' warnings about small validation sets
         for method in methods:
             start = time.perf_counter()
             predictor = _predictor(method, networks, split, train, validation, seed)
             scores = _scores(predictor, validation[0], split.test[0].float(), split.test[1])
-            found[method] = scores | {"seconds": time.perf_counter() - start}
-    return found
+            scores_by_method[method] = scores | {"seconds": time.perf_counter() - start}
+    return scores_by_method
 
 
 def _predictor(

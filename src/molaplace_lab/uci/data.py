@@ -131,8 +131,13 @@ def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...
 
 
 def _indices(path: Path, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    given = _numbers(path, 1)
-    found = given.astype(np.int64)
-    if (found != given).any() or found.min() < 0 or found.max() >= count or len(np.unique(found)) < len(found):
+    numbers = _numbers(path, 1)
+    indices = numbers.astype(np.int64)
+    if (
+        (indices != numbers).any()
+        or indices.min() < 0
+        or indices.max() >= count
+        or len(np.unique(indices)) < len(indices)
+    ):
         raise DataError(f"{path}: expected distinct whole numbers from 0 to {count - 1}.")
-    return found
+    return indices

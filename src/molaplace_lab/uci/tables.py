@@ -27,28 +27,28 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
     # Return frames with a row for each set and a column for each method: the mean of a score over the published splits, its standard
     # error, and the number of splits.
-    found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
-    return {name: found[name].unstack()[list(METHODS)] for name in found}
+    estimates = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
+    return {name: estimates[name].unstack()[list(METHODS)] for name in estimates}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
     """Return whether each method's mean on each set is within one standard error (its own or the best method's) of the best mean."""
-    found = _estimates(records, score)
-    mean, error = found["mean"], found["sem"].fillna(0)
+    estimates = _estimates(records, score)
+    mean, error = estimates["mean"], estimates["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
     return mean.sub(mean.min(axis=1), axis=0) <= error.clip(lower=best, axis=0)
 
 
 def score_table(records: Records, score: str) -> str:
     """Return a Markdown table with a row for each set and a column for each method; the best values are in bold."""
-    found, rows = _estimates(records, score), []
-    for name, means in found["mean"].iterrows():
+    estimates, rows = _estimates(records, score), []
+    for name, means in estimates["mean"].iterrows():
         cells = []
         for method, mean in means.items():
-            digits, error = 4 if abs(mean) < 0.05 else 3 if abs(mean) < 0.3 else 2, found["sem"].loc[name, method]
+            digits, error = 4 if abs(mean) < 0.05 else 3 if abs(mean) < 0.3 else 2, estimates["sem"].loc[name, method]
             text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" \u00b1 {error:.{digits}f}")
             cells.append(f"**{text}**" if mean == means.min() else text)
-        rows.append([name, str(int(found["count"].loc[name].max())), *cells])
+        rows.append([name, str(int(estimates["count"].loc[name].max())), *cells])
     return _markdown(["set", "splits", *METHODS], rows)
 
 
@@ -59,9 +59,11 @@ def gap_table(records: Records) -> str:
     of the standard deviation on test rows to that on validation rows, are means over splits.
     """
     rows = []
-    for (name, method), own in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
-        wider, coverage = (own["std"] / own["std_inside"]).mean(), 100 * own["coverage"].mean()
-        rows.append([name, str(len(own)), method, f"{own['nll'].median():.2f}", f"{coverage:.0f} %", f"{wider:.2f}"])
+    for (name, method), scores in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
+        wider, coverage = (scores["std"] / scores["std_inside"]).mean(), 100 * scores["coverage"].mean()
+        rows.append(
+            [name, str(len(scores)), method, f"{scores['nll'].median():.2f}", f"{coverage:.0f} %", f"{wider:.2f}"]
+        )
     header = ["set", "features", "method", "median NLL", "90 % intervals hold", "times as wide as inside"]
     return _markdown(header, rows)
 
