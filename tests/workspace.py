@@ -110,7 +110,8 @@ class Workspace:
         pixels, labels = self.pixels(split)
         if self.side == SIDE:
             return pixels.float() / 255, labels
-        prepare, normalise = Preparation((self.side, self.side)), NORMALISATIONS["cifar10"]
+        prepare = Preparation((self.side, self.side))
+        normalise = NORMALISATIONS["cifar10"]
         larger = [prepare(Image.fromarray(one.permute(1, 2, 0).numpy())) for one in pixels]
         return normalise(torch.stack(larger)), labels
 

@@ -33,7 +33,8 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "regression": lambda outputs, labels: nn.functional.mse_loss(outputs, (labels - LOCATION) / SCALE),
     "maps": lambda outputs, labels: nn.functional.cross_entropy(outputs, labels, ignore_index=255),
 }
-LOCATION, SCALE = 20.0, 4.0
+LOCATION = 20.0
+SCALE = 4.0
 OPTIONS = {
     "classes": (),
     "labels": ("--likelihood", "bernoulli"),

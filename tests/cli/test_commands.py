@@ -65,7 +65,7 @@ def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, m
         "kron",
         "cat, dog, fox",
         "13 weights for each of 3 classes",
-        "rule calibrated",
+        "rule Calibrated",
         "36 inputs",
         "intact",
     ):
@@ -100,7 +100,8 @@ def test_fit_and_info_state_the_preparation_of_images(workspace, tmp_path, mola_
 
 
 def test_a_posterior_without_distances_says_so_and_predicts(workspace, tmp_path, mola_command):
-    place, output = tmp_path / "posterior", tmp_path / "out.csv"
+    place = tmp_path / "posterior"
+    output = tmp_path / "out.csv"
     assert mola_command(*arguments(workspace, place, "--no-distances", "--quiet"))[0] == 0
     assert "no distances" in " ".join(mola_command("info", place)[1].split())
     assert mola_command("predict", place, "test", "--output", output, "--quiet")[0] == 0
@@ -166,7 +167,8 @@ def test_the_process_itself_ends_with_these_codes(workspace, posterior, tmp_path
 
 @pytest.mark.usefixtures("_blank_figures")
 def test_every_run_is_repeated_from_its_file_and_flags_win(workspace, posterior, tmp_path, mola_command):
-    again, other = tmp_path / "again", tmp_path / "other"
+    again = tmp_path / "again"
+    other = tmp_path / "other"
     assert mola_command("fit", "--config", posterior / "job.toml", "--trust", "--output", again, "--quiet")[0] == 0
     first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (posterior, again))
     for document in (first, second):
@@ -178,7 +180,8 @@ def test_every_run_is_repeated_from_its_file_and_flags_win(workspace, posterior,
     )
     assert json.loads((other / "posterior.json").read_text())["structure"]["name"] == "diag"
 
-    one, two = tmp_path / "one.csv", tmp_path / "two.csv"
+    one = tmp_path / "one.csv"
+    two = tmp_path / "two.csv"
     assert mola_command("predict", posterior, "test", "--output", one, "--probabilities", "--quiet")[0] == 0
     assert mola_command("predict", "--config", f"{one}.toml", "--output", two, "--quiet")[0] == 0
     assert one.read_text() == two.read_text()

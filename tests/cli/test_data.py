@@ -33,7 +33,8 @@ def copy_of(workspace: Workspace, split: str, folder: Path) -> Path:
 
 def spoil(folder: Path) -> dict[str, str]:
     """Malformed files of every kind, and what is to be said of each."""
-    cat, draw = folder / "cat", np.random.default_rng(1)
+    cat = folder / "cat"
+    draw = np.random.default_rng(1)
     whole = next(cat.glob("*.png")).read_bytes()
     (cat / "corrupt.png").write_bytes(whole[:60])
     (cat / "empty.png").write_bytes(b"")
@@ -101,7 +102,8 @@ def odd_archive(root):
         archive.writestr("x.npy", b"nothing like an array")
 
 
-ROWS, LABELS = np.zeros((2, 2)), np.zeros(2)
+ROWS = np.zeros((2, 2))
+LABELS = np.zeros(2)
 NO_DATA = {
     # what is made in a folder, the data that are named there, and words of the error
     "an empty folder": (lambda root: (root / "set").mkdir(), "set", "set contains no images"),

@@ -109,8 +109,10 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
     found = run_evaluate(kind.open(), to_evaluate("test.npz")).document()
     inputs, labels = kind.data("test")
-    known, prediction = labels != 255, kind.open().posterior.predict(inputs)
-    own_set, mine = found["sets"]["test.npz"], found["methods"]["MoLA"]["labelled"]["test.npz"]
+    known = labels != 255
+    prediction = kind.open().posterior.predict(inputs)
+    own_set = found["sets"]["test.npz"]
+    mine = found["methods"]["MoLA"]["labelled"]["test.npz"]
     assert [own_set[name] for name in ("count", "inputs", "parts")] == [int(known.sum()), len(inputs), "position"]
     right = [
         (one == label)[mask].double().mean() for one, label, mask in zip(prediction.label, labels, known, strict=True)
@@ -118,7 +120,8 @@ def test_standard_errors_of_dense_outputs_count_inputs(kind):
     error = float(torch.stack(right).std()) / len(right) ** 0.5
     assert mine["errors"]["accuracy"] == pytest.approx(error)
     for index, name in enumerate(kind.names):
-        own, called = (labels == index) & known, (prediction.label == index) & known
+        own = (labels == index) & known
+        called = (prediction.label == index) & known
         expected = float((own & called).sum() / (own | called).sum())
         assert mine["classes"][name]["iou"] == pytest.approx(expected)
 
@@ -130,10 +133,12 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
         job_for(workspace, weights=tuple(workspace.weights(count)), rule="nll", mixing=mixing), tmp_path / "posterior"
     )
     opened = open_posterior(tmp_path / "posterior", trust=True)
-    result, weights = run_evaluate(opened, to_evaluate("test.csv", "strange")), opened.posterior.weights.tolist()
+    result = run_evaluate(opened, to_evaluate("test.csv", "strange"))
+    weights = opened.posterior.weights.tolist()
     assert any("weights" in note for note in result.notes) == (mixing == "stacking") == (max(weights) > min(weights))
     train, val = ([workspace.inputs(split)] for split in ("train", "val"))
-    networks, quiet = workspace.networks(count), {"progress": False}
+    networks = workspace.networks(count)
+    quiet = {"progress": False}
     scaled = mola.calibration.temperature_scaled
     methods = {
         "MAP": mola.ensemble(networks[0]),
@@ -150,8 +155,10 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = workspace.inputs("test")
     for name in expected:
-        inside, outside = methods[name].predict(test), methods[name].predict(strange)
-        found, out = result.methods[name].labelled["test.csv"], result.methods[name].outliers["strange"]
+        inside = methods[name].predict(test)
+        outside = methods[name].predict(strange)
+        found = result.methods[name].labelled["test.csv"]
+        out = result.methods[name].outliers["strange"]
         assert found.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-4)
         assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-4)
         scores = {
@@ -169,7 +176,8 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)
 def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.calibration.scale_noise."""
-    posterior, likelihood = kind.open().posterior, mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
+    posterior = kind.open().posterior
+    likelihood = mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
     train, (val, targets) = kind.data("train"), kind.data("val")
     plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
     alone = networks_alone(posterior, posterior.predict(val), 2)
@@ -197,7 +205,8 @@ def test_the_report_shows_guarantees_beside_the_test_data(workspace, fitted, mon
     found = run_evaluate(fitted, to_evaluate("test.npz")).decisions
     inputs, labels = workspace.inputs("test")
     prediction = fitted.posterior.predict(inputs)
-    right, outlying = prediction.label == labels, prediction.ood_score > alarm(fitted, None)
+    right = prediction.label == labels
+    outlying = prediction.ood_score > alarm(fitted, None)
     impossible, possible = found.answers
     assert (impossible.threshold, impossible.realised) == (None, None)
     assert "299" in impossible.why

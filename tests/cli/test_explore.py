@@ -114,7 +114,8 @@ def test_what_is_no_picture_is_refused(text):
 
 
 def test_pictures_reach_the_networks_as_the_training_data_did(shape):
-    sight, image = make_subject(shape).sight, noise(shape)
+    sight = make_subject(shape).sight
+    image = noise(shape)
     assert sight.read(to_url(image)).tobytes() == image.tobytes()
     own = NORMALISATIONS["cifar10"]
     photograph = noise((3, 40, 60))
@@ -136,8 +137,10 @@ def test_inputs_that_are_no_pictures_are_refused(wrong):
 
 def test_the_answer_is_what_the_public_predictors_return(shape):
     subject = make_subject(shape)
-    networks, posterior = list(subject.posterior.networks), subject.posterior.with_distance_exponent(2.0)
-    explorer, image = Explorer(replace(subject, posterior=posterior)), noise(shape, 5)
+    networks = list(subject.posterior.networks)
+    posterior = subject.posterior.with_distance_exponent(2.0)
+    explorer = Explorer(replace(subject, posterior=posterior))
+    image = noise(shape, 5)
     changes = {"rotation": 30.0, "noise": 0.1}
     answer = explorer.answer(image, changes)
     inputs = subject.sight.inputs([change(image, **changes)])

@@ -58,7 +58,9 @@ class Page:
     """What a user sees and does."""
 
     def __init__(self, driver, address, explorer):
-        self.driver, self.address, self.explorer = driver, address, explorer
+        self.driver = driver
+        self.address = address
+        self.explorer = explorer
 
     def open(self, width, *, touch=False):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": touch}
@@ -138,7 +140,8 @@ def test_a_walk_through_the_page(page, tmp_path):
     page.shows(3)
 
     # Sliders, by keyboard: each key press is a change of its own, and the last must be shown.
-    rotation, strength = page.find("[name=rotation]"), page.find("[name=noise]")
+    rotation = page.find("[name=rotation]")
+    strength = page.find("[name=noise]")
     rotation.send_keys(*[Keys.ARROW_RIGHT] * 30)
     page.shows(3, rotation=30.0)
     strength.send_keys(Keys.END)

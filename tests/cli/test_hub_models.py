@@ -31,7 +31,9 @@ def require(package):
     return __import__(package)
 
 
-CLASSES, VOCABULARY, PAD = 3, 40, 1
+CLASSES = 3
+VOCABULARY = 40
+PAD = 1
 SMALL = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -131,7 +133,9 @@ def linear_twin(name, network, whole):
 @pytest.mark.parametrize("structure", ["kron", "full"])
 @pytest.mark.parametrize("name", KINDS)
 def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(name, structure):
-    train, held_out, new = data(name), data(name, 20, seed=1), data(name, 8, seed=2)
+    train = data(name)
+    held_out = data(name, 20, seed=1)
+    new = data(name, 8, seed=2)
     for network in networks(name):
         network.train()  # dropout must not show
         got = mola.fit(network, batches(train, 7), structure=structure, prior_precision=0.3)
@@ -143,7 +147,8 @@ def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(na
         theirs = expected.tune([(linear_twin(name, network, held_out)[1], held_out["labels"])], rule=rule)
         assert ours.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-4)
         assert float(got.log_evidence()) == pytest.approx(float(expected.log_evidence()), rel=1e-8)
-        ours, theirs = got.predict(new), expected.predict(linear_twin(name, network, new)[1])
+        ours = got.predict(new)
+        theirs = expected.predict(linear_twin(name, network, new)[1])
         for part in ("probs", "ood_score", "logit_mean", "logit_variance"):
             torch.testing.assert_close(getattr(ours, part), getattr(theirs, part), rtol=1e-6, atol=1e-9)
         # By draws, along eigenvectors that are free to turn where features are 0 for all data.
@@ -169,7 +174,8 @@ def test_exported_files_give_the_prediction_at_any_batch_size(name, tmp_path):
         loaded = mola.export.load(written.path, trust=True)
         for count in (1, 5):
             batch = inputs(count, 10 + count)
-            found, expected = loaded(batch), posterior.predict(batch)
+            found = loaded(batch)
+            expected = posterior.predict(batch)
             for part in outputs:
                 # 5e-5: the outputs of a last LayerNorm are in a plane, and the score magnifies rounding out of the plane.
                 torch.testing.assert_close(found[part].double(), getattr(expected, part).double(), rtol=0, atol=5e-5)

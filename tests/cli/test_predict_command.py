@@ -25,7 +25,8 @@ from tests.workspace import job_for, to_predict
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
-LEFT_OUT, INTERRUPTED = 3, 130
+LEFT_OUT = 3
+INTERRUPTED = 130
 DIFFERENCES = ("epistemic", "aleatoric", "ood_score")
 """Fields that are differences of larger values."""
 
@@ -70,7 +71,8 @@ def test_tables_have_the_columns_of_to_frame(kind, tmp_path, ending):
     output = tmp_path / f"out.{ending}"
     more = ["--probabilities"] if kind.name != "regression" else []
     assert run("predict", "posterior", "test.npz", "--output", output, "--quiet", *more).exit_code == 0
-    prediction, found = kind.open().posterior.predict(kind.data("test")[0]), read(output)
+    prediction = kind.open().posterior.predict(kind.data("test")[0])
+    found = read(output)
     expected = prediction.to_frame()
     for column in expected:
         precision = "difference" if column.startswith(DIFFERENCES) else "float32"
@@ -98,7 +100,8 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
     outcome = run("predict", "posterior", tmp_path / "some.npz", "--output", tmp_path / "out.npz", "--json", *more)
     assert outcome.exit_code == LEFT_OUT, outcome.output
     usable = np.arange(len(x)) != 3
-    prediction, found = kind.open().posterior.predict(torch.from_numpy(x[usable])), read(tmp_path / "out.npz")
+    prediction = kind.open().posterior.predict(torch.from_numpy(x[usable]))
+    found = read(tmp_path / "out.npz")
     fields = OUTPUTS if kind.name != "regression" else [one for one in REGRESSION_OUTPUTS if one != "variance"]
     for name in fields:
         precision = "difference" if name in DIFFERENCES else "float32"
@@ -141,7 +144,8 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
     )  # the first batch has no usable input
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
-    rows, left_out = read(tmp_path / f"out.{ending}"), result["left_out"][str(folder)]
+    rows = read(tmp_path / f"out.{ending}")
+    left_out = result["left_out"][str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
     for name, word in (("00-corrupt.png", "cannot be decoded"), ("zz-large.png", "9 x 9 pixels")):
         place = list(rows["name"]).index(name)
@@ -160,9 +164,11 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
 def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path, ending):
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **asked))
-    made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(workspace.inputs("test")[0])
+    made = make_decisions(fitted, **asked)
+    prediction = fitted.posterior.predict(workspace.inputs("test")[0])
     answer = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
-    sets, found = made.sets(prediction), read(tmp_path / f"out.{ending}")
+    sets = made.sets(prediction)
+    found = read(tmp_path / f"out.{ending}")
     assert result["answer"] == float(answer.double().mean())
     assert result["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
     assert result["decisions"]["answer"]["certainty"] == 0.7

@@ -91,7 +91,8 @@ def check_predictions(root, pictures, arrays):
         single = CliRunner().invoke(app, command)
         assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
         assert single.exit_code == (3 if given == "test" else 0), single.output
-        one, two = json.loads(single.stdout), json.loads(done["stdout"])
+        one = json.loads(single.stdout)
+        two = json.loads(done["stdout"])
         assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
         assert one["count"] == 18
         for name in ("confidence", "entropy", "epistemic", "outlying"):

@@ -67,7 +67,8 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(tmp_path, fo
     assert parts["class"].tolist() == found["class"].tolist()
     arrays = predictor({name: frame[name].to_numpy() for name in frame})
     pictures = BatchPredictor(source, inputs="picture")
-    whole, cells = pictures({"picture": inputs.numpy()}), pictures(pd.DataFrame({"picture": list(inputs.numpy())}))
+    whole = pictures({"picture": inputs.numpy()})
+    cells = pictures(pd.DataFrame({"picture": list(inputs.numpy())}))
     for name in NUMBERS:
         for other in (parts, arrays, whole, cells):
             assert_close(np.asarray(other[name]), found[name].to_numpy(), "difference")

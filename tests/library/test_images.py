@@ -82,7 +82,8 @@ def test_resize_and_crop_are_torchvisions(tmp_path, width, height):
     result = open_folder(tmp_path, Preparation(resize=20, crop=16)).load().pixels[0]
     size = (20, int(20 * height / width)) if width <= height else (int(20 * width / height), 20)
     resized = image.resize(size, Image.Resampling.BILINEAR)
-    left, top = round((resized.width - 16) / 2), round((resized.height - 16) / 2)
+    left = round((resized.width - 16) / 2)
+    top = round((resized.height - 16) / 2)
     expected = np.array(resized)[top : top + 16, left : left + 16].transpose(2, 0, 1)
     np.testing.assert_array_equal(result.numpy(), expected)
 

@@ -33,7 +33,7 @@ from molaplace.cli.option_groups import SummaryOptions
 from molaplace.cli.options import as_document, option, to_toml
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.regression import networks_alone, noise_factors, summary
-from molaplace.cli.shared import finish, rule_name, scaling_words
+from molaplace.cli.shared import finish, scaling_words
 from molaplace.distributed import Team
 from molaplace.errors import DataError, MolaWarning, OptionError, warn
 from molaplace.evaluation import PredictionColumns
@@ -456,7 +456,7 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     part = "position" if result["has_positions"] else "input"
     datum = "input" if options.positions == "average" else part
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in result["prior_precision"]))
-    rule = f", rule {rule_name(result['rule'])}" if result["rule"] else ""
+    rule = f", rule {result['rule']}" if result["rule"] else ""
     console.print(
         f"Fitted {counted(networks, 'network')} with {outputs} on {counted(result['train_count'], datum)}: structure "
         f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(result))}{rule}."

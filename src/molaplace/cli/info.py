@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from molaplace.cli.options import option
-from molaplace.cli.shared import rule_name, scaling_words
+from molaplace.cli.shared import scaling_words
 from molaplace.options import counted
 
 
@@ -62,7 +62,7 @@ def _lines(information: dict[str, Any]) -> list[tuple[str, str]]:
         "distances from the training classes" if information["has_distances"] else "no distances (--no-distances)"
     )
     positions = information["has_positions"] and information.get("positions") != "average"
-    rule = f"rule {rule_name(information['rule'])}" if information["rule"] else "given value"
+    rule = f"rule {information['rule']}" if information["rule"] else "given value"
     lines = [
         ("tuning", tuning),
         *[("note", note) for note in notes],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,6 @@ def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_js
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
     if len(skipped) and team.size == 1:
         raise click.exceptions.Exit(LEFT_OUT)
-
-
-def rule_name(rule: str) -> str:
-    """Return the command-line name of a rule, such as "nll" for Score('nll') or "calibrated" for Calibrated(price=0.01)."""
-    kind, score = re.match(r"(\w+)(?:\('(\w+)'\))?", rule).groups()  # type: ignore[union-attr]
-    return score or kind.lower()
 
 
 def scaling_words(information: dict[str, Any]) -> list[str]:
