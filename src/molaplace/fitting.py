@@ -18,7 +18,7 @@ from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
     IGNORE_INDEX,
-    CapturedBatch,
+    Captured,
     Head,
     LogitsOf,
     Positions,
@@ -217,7 +217,7 @@ def fit(
             tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
         return Sums(tensors, len(phi), log_likelihood)
 
-    def batch_sums(batch: CapturedBatch) -> list[Sums]:
+    def batch_sums(batch: Captured) -> list[Sums]:
         parts = [Sums({}) for _ in heads]
         for rows in batch.chunks():
             for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
@@ -263,7 +263,7 @@ def fit(
                 done.sums = [
                     chosen_structure.accumulate(*pair) for pair in zip(done.sums, batch_sums(batch), strict=True)
                 ]
-            done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
+            done.batches, done.inputs = done.batches + 1, done.inputs + batch.layout.inputs
             done.used_inputs += batch.used_inputs
             checkpoints.save(identity, done)
         checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted

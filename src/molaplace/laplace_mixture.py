@@ -6,7 +6,7 @@ Mixtures are never changed in place: `tune`, `reweight` and `with_*` return new 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,9 +31,6 @@ from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
 from molaplace.structures.distance import ClassDistance
 from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
-
-ROW_VALUES = 2**21
-"""Largest number of values per component in one chunk of rows (16 MB in float64)."""
 
 AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
 """For each result, the axis that indexes the rows; results with axis 1 have one entry for each component along axis 0."""
@@ -192,7 +189,7 @@ class LaplaceMixture(Predictor):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def capture(self, inputs: Inputs) -> Sequence[Captured]:
+    def capture(self, inputs: Inputs) -> Captured:
         """Run every network once and capture its features and outputs."""
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
@@ -209,18 +206,11 @@ class LaplaceMixture(Predictor):
         seed = seed_from(generator)
         return self._by_rows(captured, lambda rows: {"point": self.predictive(rows, seed=seed).point()})["point"]
 
-    def chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
-        """Yield the rows of captured forward passes in chunks of bounded size."""
-        widths = [pass_.features.shape[-1] + self.link.row_size(pass_.outputs.shape[-1]) for pass_ in captured]
-        size = max(1, ROW_VALUES // max(widths))
-        for pairs in zip(*(pass_.chunks(size) for pass_ in captured), strict=True):
-            yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs])
-
-    def _by_rows(self, captured: Sequence[Captured], compute: Callable[[Rows], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _by_rows(self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]]) -> dict[str, Tensor]:
         # Return the named results of `compute` for all chunks of rows, in the layout of the outputs. Results are on the networks'
         # device and in the networks' precision, but at least float32, except those in `WIDE`.
-        chunks = [compute(rows) for rows in self.chunks(captured)]
-        outputs = captured[0].outputs
+        outputs = captured.outputs[0]
+        chunks = [compute(rows) for rows in captured.chunks(self.link.row_size(outputs.shape[-1]))]
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         results = {}
         for name in chunks[0]:
@@ -228,7 +218,7 @@ class LaplaceMixture(Predictor):
             values = torch.cat([chunk[name] for chunk in chunks], dim=axis)
             if name not in WIDE:
                 values = values.to(dtype).to(outputs.device)
-            restore = captured[0].layout.restore
+            restore = captured.layout.restore
             results[name] = torch.stack([restore(part) for part in values]) if axis else restore(values)
         return results
 
@@ -500,8 +490,7 @@ class LaplaceMixture(Predictor):
 
             def evaluate(weights: Tensor) -> tuple[Tensor, float]:
                 posterior = self.with_weights(weights)
-                size = ROW_VALUES // max(phi.shape[1] + 1 for phi in data.phi)
-                chunks = [posterior._member_log_likelihoods(*chunk) for chunk in data.chunks(size)]
+                chunks = [posterior._member_log_likelihoods(rows) for rows in data.chunks()]
                 # `chunks` is empty if the shard of this process is empty.
                 logs = data.gather(torch.cat(chunks) if chunks else None)
                 best = logs.amax(1, keepdim=True)
@@ -519,10 +508,10 @@ class LaplaceMixture(Predictor):
             tuning = replace(tuning, summary=f"{tuning.summary} Stacking then chose the weights.")
         return self.with_parts(weights=shared, tuning=tuning)
 
-    def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:
+    def _member_log_likelihoods(self, rows: Rows) -> Tensor:
         # Return the log-likelihood (m, K) of each datum, or of each known label of multi-label data, under each component. The
         # components are scaled and pooled as in the mixture.
-        assert labels is not None
+        assert rows.labels is not None
         likelihood = self.likelihood
         if isinstance(likelihood, ClassificationLikelihood):
             probs = likelihood.member_probabilities(self.members(rows), self.link)
@@ -530,7 +519,7 @@ class LaplaceMixture(Predictor):
         else:
             mixture: Any = self.predictive(rows)
             members = [mixture.component(index) for index in range(len(self.components))]
-        return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
+        return torch.stack([-member.scores(rows.labels)["nll"] for member in members], dim=-1)
 
     # --- evidence and samples ---------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from molaplace import bounds
 from molaplace.distributed import Team
 from molaplace.errors import BoundError, located
-from molaplace.laplace_mixture import ROW_VALUES, LaplaceMixture
+from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationPredictive, Members, RegressionPredictive
-from molaplace.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
+from molaplace.network import Captured, Inputs, Layout, Rows, capture, evaluating, one_batch
 from molaplace.outliers import (
     COMBINED,
     DISTANCE,
@@ -56,31 +56,18 @@ class MoLA(LaplaceMixture):
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def capture(self, inputs: Inputs) -> list[Captured]:
+    def capture(self, inputs: Inputs) -> Captured:
         """Run every network once and capture the input and output of its head."""
         with evaluating(*self.networks), torch.no_grad():
-            return capture_all(
-                self.networks, [component.head for component in self.components], inputs, self.likelihood
-            )
+            return capture(self.networks, [component.head for component in self.components], inputs, self.likelihood)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
         """Predict one batch. Error messages refer to the batch as `place`."""
         with located(place):
             captured = self.capture(inputs)
-            for index, (component, network_pass) in enumerate(zip(self.components, captured, strict=True)):
-                outputs = network_pass.outputs
-                with located(f"networks[{index}]"):
-                    check_finite(network_pass.features.flatten(0, 1), outputs.flatten(0, 1), range(outputs.numel()))
-                    if component.head is None:
-                        first_rows = network_pass.rows(slice(0, 4096))[1]
-                        check_logits(component.network, inputs, first_rows, self.likelihood)
-        if not captured[0].layout.sizes:
-            # Copy the rows, because a loader or a network may reuse their memory for the next batch. Feature maps are too large to copy.
-            captured = [
-                replace(network_pass, features=network_pass.features.clone(), outputs=network_pass.outputs.clone())
-                for network_pass in captured
-            ]
-        return self.make_prediction(captured, seed)
+            captured.check_finite()
+            captured.check_logits(self.networks, inputs, self.likelihood)
+        return self.make_prediction(captured.copied(), seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """Return the prediction that `predict` would return, given features and outputs that the networks have already computed.
@@ -89,19 +76,17 @@ class MoLA(LaplaceMixture):
             features: inputs (n, P) to each network's last layer, including the constant 1 if the layer has a bias.
             outputs: outputs (n, C) of each network.
         """
-        # Copy the tensors, because the caller may change them before the fields are computed.
-        pairs = zip(features, outputs, strict=True)
-        captured = [Captured.of(phi.clone(), rows.clone(), None) for phi, rows in pairs]
+        captured = Captured([None] * len(features), features, outputs, Layout.of(outputs[0], -1))
         with torch.no_grad():
-            return self.make_prediction(captured)
+            return self.make_prediction(captured.copied())
 
-    def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
-        """Predict from captured forward passes.
+    def make_prediction(self, captured: Captured, seed: int | None = None) -> Any:
+        """Predict from captured features and outputs.
 
-        The passes are kept, because in classification only the probabilities are computed at once. All other fields are computed
+        They are kept, because in classification only the probabilities are computed at once. All other fields are computed
         together when the first of them is read.
         """
-        layout = captured[0].layout
+        layout = captured.layout
         shared: dict[str, Any] = {
             "likelihood": self.likelihood,
             "axis": layout.axis if layout.sizes else -1,
@@ -234,10 +219,7 @@ class MoLA(LaplaceMixture):
         if not self.likelihood.classification:
             return reference
         posterior = self.with_parts(reference=reference)
-        chunks = [
-            posterior._outlier_terms(rows, posterior.log_distances(rows)).T
-            for rows, _ in data.chunks(ROW_VALUES // max(phi.shape[1] for phi in data.phi))
-        ]
+        chunks = [posterior._outlier_terms(rows, posterior.log_distances(rows)).T for rows in data.chunks()]
         return data.with_scores(reference, torch.cat(chunks) if chunks else None)
 
     # --- bounds -----------------------------------------------------------------------------------------------------
@@ -259,12 +241,12 @@ class MoLA(LaplaceMixture):
         bound = bounds.lemma_bound if lemma else bounds.mixture_bound
 
         def compute(rows: Rows) -> dict[str, Tensor]:
-            for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
-                check_finite(phi, outputs)  # otherwise the bound would be finite even though there is no prediction
             spreads = self.spreads(rows, self.settings)
             return {name: bound(self.members(rows), spreads, self._trained_weights(rows), self.link, self.settings)}
 
-        return self._by_rows(self.capture(one_batch(inputs)), compute)[name]
+        captured = self.capture(one_batch(inputs))
+        captured.check_finite()  # otherwise the bound would be finite even though there is no prediction
+        return self._by_rows(captured, compute)[name]
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
@@ -276,20 +258,19 @@ class MoLA(LaplaceMixture):
         self._require_bounds()
         near = self.capture(inputs)
         far = self.capture(bounds.SCALE * inputs)
-        outputs = near[0].outputs
+        outputs = near.outputs[0]
         if self.is_dense:
             raise BoundError(
                 "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), whose bound holds "
                 "everywhere."
             )
-        pairs = [network_pass.rows() for network_pass in near]
-        rows = Rows([phi for phi, _ in pairs], [values for _, values in pairs])
+        rows = near.rows()
         limit = bounds.far_field_limit(
             self.members(rows),
             self.spreads(rows, self.settings),
             self._trained_weights(rows),
             [0 if component.head is None else component.head.inputs for component in self.components],
-            [network_pass.rows()[0] for network_pass in far],
+            far.rows().phi,
             self.settings,
         )
         return limit.to(torch.promote_types(outputs.dtype, torch.float32)).to(outputs.device)

@@ -346,7 +346,7 @@ def read(networks, loader, likelihood=CATEGORICAL, heads=None, **options):
 
 def joined(batches, index=0, chunk=4096):
     """Features, outputs and labels of one network, read in chunks."""
-    rows = [rows for batch in batches for rows in batch.chunks(chunk)]
+    rows = [rows for batch in batches for rows in batch.chunks(2**21 // chunk)]
     assert all(len(one) <= chunk for one in rows)
     parts = [torch.cat([getattr(one, name)[index] for one in rows]) for name in ("phi", "outputs")]
     return *parts, None if rows[0].labels is None else torch.cat([one.labels for one in rows])

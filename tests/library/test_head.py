@@ -106,11 +106,12 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
         assert find_head(network, X, head.name) == head == head_by_name(network, head.name)
         with torch.no_grad():
             expected = body(FAR)
-        seen = capture(network, head, FAR, CATEGORICAL)
-        assert torch.equal(seen.features[:, 0], expected)
-        assert not seen.features.requires_grad
-        assert not seen.outputs.requires_grad
-        ((phi, outputs),) = seen.chunks(100)
+        seen = capture([network], [head], FAR, CATEGORICAL)
+        assert torch.equal(seen.features[0], expected)
+        assert not seen.features[0].requires_grad
+        assert not seen.outputs[0].requires_grad
+        (rows,) = seen.chunks()
+        (phi,), (outputs,) = rows.phi, rows.outputs
         torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
         assert phi.shape == (9, head.width)
 
@@ -118,8 +119,8 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
 def test_a_layer_used_on_the_way_and_as_the_head_is_read_at_its_last_use():
     shared = nn.Linear(5, 5)
     network = nn.Sequential(shared, nn.Tanh(), shared)
-    seen = capture(network, find_head(network, X), X, CATEGORICAL)
-    torch.testing.assert_close(seen.features[:, 0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
+    seen = capture([network], [find_head(network, X)], X, CATEGORICAL)
+    torch.testing.assert_close(seen.features[0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
 
 
 # --- networks that have none --------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_an_exception_in_the_pass_leaves_no_hook(kind):
         raise kind("struck")
 
     network[2].register_forward_hook(strike)
-    for run in (lambda: find_head(network, X), lambda: capture(network, head, X, CATEGORICAL)):
+    for run in (lambda: find_head(network, X), lambda: capture([network], [head], X, CATEGORICAL)):
         with unchanged(network), pytest.raises((kind, ValueError), match="struck"):
             run()
 
@@ -229,10 +230,10 @@ def test_a_network_that_stops_returning_its_heads_output_is_noticed():
     head = find_head(network, X)
     network.append(nn.Softmax(1))
     with pytest.raises(HeadError, match=r"in this pass, .* not the output of its head '1'"):
-        capture(network, head, X, CATEGORICAL)
+        capture([network], [head], X, CATEGORICAL)
     network[2] = nn.Unflatten(1, (3, 1))
     with pytest.raises(HeadError, match=r"\(batch, classes\).*\(12, 3, 1\)"):
-        capture(network, head, X, CATEGORICAL)
+        capture([network], [head], X, CATEGORICAL)
 
 
 # --- a single output, heads at every position, threads, traces ------------------------------------------------------------
@@ -246,9 +247,9 @@ SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 
 def test_one_output_may_be_squeezed(likelihood, take):
     network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
     head = find_head(network, X, None, likelihood)
-    seen = capture(network, head, X, likelihood)
-    assert seen.outputs.shape == (12, 1, 1)
-    assert torch.equal(seen.features[:, 0], network.body(X).detach())
+    seen = capture([network], [head], X, likelihood)
+    assert seen.outputs[0].shape == (12, 1)
+    assert torch.equal(seen.features[0], network.body(X).detach())
 
 
 class Sequences(nn.Module):
@@ -276,10 +277,10 @@ def test_a_head_at_every_position_is_read_at_the_positions_taken(name):
     network = Sequences(TAKEN[name]).eval()
     with unchanged(network):
         head = find_head(network, TEXTS)
-        seen = capture(network, head, TEXTS, CATEGORICAL)
+        seen = capture([network], [head], TEXTS, CATEGORICAL)
     assert head.every_position
-    torch.testing.assert_close(seen.features[:, 0], TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(seen.outputs[:, 0], network(TEXTS).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(seen.features[0], TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(seen.outputs[0], network(TEXTS).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,8 @@ class Exported(nn.Module):
 
     def forward(self, x):
         with evaluating(self.network):
-            return capture(self.network, self.head, x, self.likelihood).rows()
+            rows = capture([self.network], [self.head], x, self.likelihood).rows()
+            return rows.phi[0], rows.outputs[0]
 
 
 @pytest.mark.export

@@ -180,7 +180,7 @@ def test_linearised_covariance_is_j_sigma_j(options):
     rows, matrix = jacobian(posterior, network, new), matrix_of(posterior)
     inverse = torch.linalg.inv(matrix + 0.7 * torch.eye(len(matrix)))
     expected, centre = torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows), torch.eye(4) - 0.25
-    (part,) = posterior.chunks(posterior.capture(new))
+    (part,) = posterior.capture(new).chunks()
     (spread,) = posterior.members(part).spreads
     torch.testing.assert_close(spread.covariance(), expected, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(spread.covariance(centred=True), centre @ expected @ centre, rtol=1e-8, atol=1e-10)

@@ -51,8 +51,6 @@ from molaplace.saving.posterior import pack
 from molaplace.structures import STRUCTURES
 
 READING = "reading the validation data"
-ROWS = 1024
-"""Number of validation rows processed at a time."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -239,7 +237,8 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
     saved: list[dict[str, Tensor]] = []
-    for part, labels in held_out.chunks(ROWS):
+    for part in held_out.chunks():
+        labels = part.labels
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
         # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.

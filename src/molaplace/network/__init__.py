@@ -20,13 +20,12 @@ from molaplace.network.calling import (
 )
 from molaplace.network.capture import (
     Captured,
-    CapturedBatch,
     Rows,
     capture,
-    capture_all,
     check_finite,
     check_logits,
     find_heads,
+    rows_at_once,
     stream,
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
@@ -37,7 +36,6 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "Captured",
-    "CapturedBatch",
     "Head",
     "Inputs",
     "Layout",
@@ -50,7 +48,6 @@ __all__ = [
     "batches",
     "call",
     "capture",
-    "capture_all",
     "check_finite",
     "check_loader",
     "check_logits",
@@ -63,6 +60,7 @@ __all__ = [
     "head_by_name",
     "one_batch",
     "peek",
+    "rows_at_once",
     "run",
     "state_checksum",
     "stream",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,23 @@ from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_posit
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.numerics import float64_device, to_float64
 
+VALUES_AT_ONCE = 2**21
+"""Largest number of values per network in one chunk of rows (16 MB in float64)."""
+
+
+def rows_at_once(features: Sequence[Tensor], row_size: int) -> int:
+    """Return how many rows a chunk may have if each row holds its features and `row_size` other values for each network."""
+    return max(1, VALUES_AT_ONCE // (row_size + max(values.shape[-1] for values in features)))
+
+
+EVERY = slice(None)
+
 
 @dataclass(frozen=True)
 class Rows:
     """Features phi (m, P) and outputs (m, C) of every network for m rows, and any labels.
 
-    The features are in float64 and end with the constant 1 if the head has a bias.
+    All are in float64. The features end with the constant 1 if the head has a bias.
     """
 
     phi: Sequence[Tensor]
@@ -36,76 +47,134 @@ class Rows:
 
 @dataclass(frozen=True)
 class Captured:
-    """The head's input and output in one forward pass, as views of the network's tensors.
+    """The input and output of every network's head for one batch, as views of the networks' tensors."""
 
-    Args:
-        features: features of shape (n, positions, P'), without the constant 1. P' is 0 if there is no head.
-        outputs: outputs of shape (n, positions, C); there is only one position unless the outputs are dense.
-        layout: layout of the network's output.
-        head: the network's head, or None if only the outputs are needed.
-    """
-
-    features: Tensor
-    outputs: Tensor
+    heads: Sequence[Head | None]
+    """The networks' heads; None where only the outputs are needed."""
+    features: Sequence[Tensor]
+    """Features (n, P') without the constant 1 or, if the outputs are dense, (n, positions, P'). P' is 0 if there is no head."""
+    outputs: Sequence[Tensor]
+    """Outputs (n, C) or, if they are dense, (n, positions, C)."""
     layout: Layout
-    head: Head | None
+    in_use: Tensor | None = None
+    """Indices, on the CPU, of the rows in use; None if all are. Rows are numbered by input, then by position."""
+    labels: Tensor | None = None
+    """Labels of the rows in use, as converted by the likelihood; None if there are no labels."""
 
-    @staticmethod
-    def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
-        """Reshape features and outputs with class axis 1 or -1 to (n, positions, width)."""
-        layout = Layout.of(outputs, axis)
-        outputs = outputs.detach()
-        rows = layout.by_position(outputs)
-        feature_rows = rows[..., :0] if features is None else layout.by_position(features.detach())
-        return Captured(feature_rows, rows, layout, head)
+    def __len__(self) -> int:
+        return self.layout.rows if self.in_use is None else len(self.in_use)
 
-    def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the float64 features phi (m, P), including the constant 1, and outputs (m, C) of the selected rows.
+    @property
+    def used_inputs(self) -> int:
+        """Number of inputs with at least one row in use."""
+        if self.in_use is None:
+            return self.layout.inputs
+        return len(torch.unique_consecutive(self.in_use // self.layout.count))
 
-        By default, all rows are selected. Rows are numbered by input, then by position.
-        """
-        if index is None:
-            features = self.features.flatten(0, 1)
-            outputs = self.outputs.flatten(0, 1)
-        else:
-            count = self.layout.count
-            if isinstance(index, slice):
-                index = torch.arange(*index.indices(self.layout.inputs * count), device=self.outputs.device)
-            # Flattening first would copy whole feature maps.
-            position = index // count, index % count
-            features = self.features[position]
-            outputs = self.outputs[position]
-        return to_float64(features) if self.head is None else self.head.lift(features), to_float64(outputs)
+    def rows(self, index: slice | Tensor = EVERY) -> Rows:
+        """Return the rows at the given indices, without labels; by default, every row."""
+        features = [self._select(values, index) for values in self.features]
+        pairs = zip(self.heads, features, strict=True)
+        phi = [to_float64(values) if head is None else head.lift(values) for head, values in pairs]
+        return Rows(phi, [to_float64(self._select(values, index)) for values in self.outputs])
 
-    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the features phi (m, P) and outputs (m, C) of all rows, at most `size` rows at a time.
+    def _select(self, values: Tensor, index: slice | Tensor) -> Tensor:
+        if isinstance(index, slice):
+            if not self.layout.sizes:
+                return values[index]
+            if index == EVERY:
+                return values.flatten(0, 1)
+            index = torch.arange(*index.indices(self.layout.rows))
+        index = index.to(values.device)
+        # Flattening first would copy whole feature maps.
+        return values[index // self.layout.count, index % self.layout.count] if self.layout.sizes else values[index]
+
+    def chunks(self, row_size: int = 512) -> Iterator[Rows]:
+        """Yield the rows in use in chunks of bounded size, or a single empty `Rows` if no row is in use.
 
         If the batch size is not an `int`, as in a trace with a dynamic batch size, all rows form a single chunk.
+
+        Args:
+            row_size: number of values, in addition to its features, that the caller holds for each row and network.
         """
-        total = self.outputs.shape[0] * self.layout.count
-        if not isinstance(total, int) or total <= size:
-            yield self.rows()
+        size = rows_at_once(self.features, row_size)
+        total = self.layout.rows if self.in_use is None else len(self.in_use)
+        if not isinstance(total, int) or (self.in_use is None and total <= size):
+            yield replace(self.rows(), labels=self.labels)
             return
-        for start in range(0, total, size):
-            yield self.rows(slice(start, start + size))
+        for start in range(0, max(total, 1), size):
+            part = slice(start, start + size)
+            labels = None if self.labels is None else self.labels[part]
+            yield replace(self.rows(part if self.in_use is None else self.in_use[part]), labels=labels)
+
+    def copied(self) -> Captured:
+        """Copy the tensors, because a loader or network may reuse their memory. Dense outputs are too large to copy."""
+        if self.layout.sizes:
+            return self
+        return replace(
+            self,
+            features=[values.clone() for values in self.features],
+            outputs=[values.clone() for values in self.outputs],
+        )
+
+    def check_finite(self) -> None:
+        """Raise `DataError` if the features or outputs of any row in use are not finite."""
+        for number, values in enumerate(self.outputs):
+            if not bool(values.isfinite().all()):
+                rows = self.rows(EVERY if self.in_use is None else self.in_use)
+                with located(f"networks[{number}]"):
+                    check_finite(rows.phi[number], rows.outputs[number], self.in_use)
+
+    def check_logits(self, networks: Sequence[nn.Module], inputs: Inputs, likelihood: Likelihood) -> None:
+        """Raise `HeadError` if the outputs of a network without a known head are probabilities."""
+        if any(head is None for head in self.heads):
+            outputs = self.rows(slice(0, 4096)).outputs
+            for number, head in enumerate(self.heads):
+                if head is None:
+                    with located(f"networks[{number}]"):
+                        check_logits(networks[number], inputs, outputs[number], likelihood)
 
 
-def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
-    """Run one forward pass and capture the input and output of the network's head. Call this function inside `evaluating(network)`.
+def capture(
+    networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
+) -> Captured:
+    """Run every network once and capture its head's input and output; all outputs must have the same shape.
 
-    The code does not branch on tensor values, so `torch.export` can trace it.
+    Call this function inside `evaluating(*networks)`. The code does not branch on tensor values, so `torch.export` can trace it.
 
     Args:
-        network: a trained network.
-        head: head from `find_head`, or None to capture only the outputs. In that case, check the outputs with `check_logits`.
+        networks: the trained networks.
+        heads: heads from `find_heads`, or None to capture only the outputs. In that case, call `check_logits` on the result.
         inputs: one batch of inputs.
         likelihood: likelihood of the labels given the outputs.
     """
+    features = []
+    outputs = []
+    layouts = []
+    for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
+        with located(f"networks[{index}]"):
+            head_inputs, logits, axis = _forward_pass(network, head, inputs, likelihood)
+        layout = Layout.of(logits, axis)
+        outputs.append(layout.by_position(logits.detach()))
+        features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs.detach()))
+        layouts.append(layout)
+    shapes = [(layout.inputs, *layout.sizes, values.shape[-1]) for layout, values in zip(layouts, outputs, strict=True)]
+    if any(shape != shapes[0] for shape in shapes):
+        raise DataError(
+            f"expected networks with outputs of the same shape, because a mixture averages their predictions; got the shapes "
+            f"{shapes} (inputs, positions, classes)."
+        )
+    return Captured(heads, features, outputs, layouts[0])
+
+
+def _forward_pass(
+    network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood
+) -> tuple[Tensor | None, Tensor, int]:
+    # Return the head's input, the outputs and the class axis.
     if head is None:
-        outputs, axis = _outputs_alone(network, inputs, likelihood)
-        return Captured.of(None, outputs, None, axis)
+        return None, *_outputs_alone(network, inputs, likelihood)
     if head.every_position:
-        return Captured.of(*carried_pass(network, head, inputs), head, head.axis)
+        return *carried_pass(network, head, inputs), head.axis
     calls: list[tuple[Tensor, Any]] = []  # other threads may append too; the loop below finds the call from this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
@@ -113,7 +182,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         outputs = likelihood.check_outputs(outputs, [(head.name, outputs.shape)])
     for features, output in reversed(calls):
         if same_tensor(output, outputs):
-            return Captured.of(features, outputs, head, head.axis)
+            return features, outputs, head.axis
     raise HeadError(
         f"in this pass, the network's output is not the output of its head {head.name!r}. If the network has changed, fit again."
     )
@@ -127,29 +196,6 @@ def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -
     layers = [Head("", module) for module in network.modules() if isinstance(module, Layer)]
     axes = {layer.axis for layer in layers if outputs.shape[layer.axis] == layer.outputs}
     return outputs, axes.pop() if len(axes) == 1 else find_head(network, inputs, None, likelihood).axis
-
-
-def capture_all(
-    networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
-) -> list[Captured]:
-    """Capture one forward pass of every network; all outputs must have the same shape.
-
-    Call this function inside `evaluating(*networks)`.
-    """
-    captured = []
-    for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
-        with located(f"networks[{index}]"):
-            captured.append(capture(network, head, inputs, likelihood))
-    shapes = [
-        (network_output.layout.inputs, *network_output.layout.sizes, network_output.outputs.shape[-1])
-        for network_output in captured
-    ]
-    if any(shape != shapes[0] for shape in shapes):
-        raise DataError(
-            f"expected networks with outputs of the same shape, because a mixture averages their predictions; got the shapes "
-            f"{shapes} (inputs, positions, classes)."
-        )
-    return captured
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
@@ -194,47 +240,6 @@ def find_heads(
 # --- reading a loader -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CapturedBatch:
-    """Every network's features and outputs for one batch from a loader, with the indices of the rows in use.
-
-    Args:
-        networks: one `Captured` for each network.
-        in_use: indices of the rows in use, on the CPU.
-        labels: labels of the rows in use, as converted by the likelihood; None if the loader yields no labels.
-        place: description of the batch, used in messages.
-    """
-
-    networks: Sequence[Captured]
-    in_use: Tensor
-    labels: Tensor | None
-    place: str
-
-    def __len__(self) -> int:
-        return len(self.in_use)
-
-    @property
-    def inputs(self) -> int:
-        """Number of inputs in the batch."""
-        return self.networks[0].layout.inputs
-
-    @property
-    def used_inputs(self) -> int:
-        """Number of inputs with at least one row in use."""
-        return len(torch.unique_consecutive(self.in_use // self.networks[0].layout.count))
-
-    def chunks(self, size: int = 4096) -> Iterator[Rows]:
-        """Yield the rows in use, at most `size` at a time, or a single empty `Rows` if no row is in use."""
-        for part in range(0, max(len(self), 1), size):
-            index = self.in_use[part : part + size]
-            pairs = [captured.rows(index.to(captured.outputs.device)) for captured in self.networks]
-            for number, pair in enumerate(pairs):
-                with located(f"{self.place}, networks[{number}]"):
-                    check_finite(*pair, index)
-            labels = None if self.labels is None else self.labels[part : part + size]
-            yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs], labels)
-
-
 def stream(
     networks: Sequence[nn.Module],
     heads: Sequence[Head | None],
@@ -250,7 +255,7 @@ def stream(
     first_batch: int = 0,
     first_input: int = 0,
     required: bool = True,
-) -> Iterator[CapturedBatch]:
+) -> Iterator[Captured]:
     """Read a loader once and yield every network's features and outputs for each batch.
 
     Call this function inside `evaluating(*networks)`. Every network processes a batch before the next batch is read. The data are
@@ -290,35 +295,28 @@ def stream(
                 )
             had_labels = labels is not None
             with located(place):
-                captured = capture_all(networks, heads, inputs, likelihood)
-                for number, (network, network_output) in enumerate(zip(networks, captured, strict=True)):
-                    if network_output.head is None:
-                        with located(f"networks[{number}]"):
-                            check_logits(network, inputs, network_output.rows(slice(0, 4096))[1], likelihood)
-            labels, in_use = _rows_in_use(captured[0], labels, likelihood, place, ignore_index)
-            if isinstance(positions, int) and captured[0].layout.sizes:
-                drawn = _drawn(captured[0].layout, in_use, positions, first_input)
-                labels = None if labels is None else labels[drawn]
-                in_use = in_use[drawn]
-            batch = CapturedBatch(captured, in_use, labels, place)
-            any_rows = any_rows or len(batch) > 0
-            first_input += batch.inputs
-            yield batch
-            del inputs, batch_labels, captured, labels, in_use, batch  # free the memory before the next batch is loaded
+                captured = capture(networks, heads, inputs, likelihood)
+                captured.check_logits(networks, inputs, likelihood)
+                if labels is not None:
+                    captured = _with_labels(captured, labels, likelihood, place, ignore_index)
+                if isinstance(positions, int) and captured.layout.sizes:
+                    captured = _with_drawn_positions(captured, positions, first_input)
+                captured.check_finite()
+            any_rows = any_rows or len(captured) > 0
+            first_input += captured.layout.inputs
+            yield captured
+            del inputs, batch_labels, captured, labels  # free the memory before the next batch is loaded
     if required and not any_rows:
         raise DataError(
             f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."
         )
 
 
-def _rows_in_use(
-    captured: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
-) -> tuple[Tensor | None, Tensor]:
-    # Return the labels of the labelled rows, as converted by the likelihood, and the indices of these rows.
-    in_use = torch.arange(captured.layout.inputs * captured.layout.count, device="cpu")
-    width = captured.outputs.shape[-1]
-    if labels is None:
-        return None, in_use
+def _with_labels(captured: Captured, labels: Tensor, likelihood: Likelihood, place: str, ignore_index: int) -> Captured:
+    # Return only the labelled rows, with their labels as converted by the likelihood.
+    in_use = None
+    like = captured.outputs[0]
+    width = like.shape[-1]
     if captured.layout.sizes:
         labels = captured.layout.labels(labels.cpu(), width, place)
         used = labels != ignore_index
@@ -328,38 +326,48 @@ def _rows_in_use(
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
         labels = labels[used]
-        in_use = in_use[used]
+        in_use = used.nonzero().flatten()
     else:
         labels = labels.clone()  # the loader may reuse this memory for the next batch
-    device = float64_device(captured.outputs.device)
-    if len(in_use) == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
-        return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use
+    device = float64_device(like.device)
+    count = captured.layout.rows if in_use is None else len(in_use)
+    if count == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
+        empty = labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64)
+        return replace(captured, labels=empty, in_use=in_use)
     # The likelihood uses only the device and shape of the outputs.
-    outputs = torch.zeros((), dtype=torch.float64, device=device).expand(len(in_use), width)
+    outputs = torch.zeros((), dtype=torch.float64, device=device).expand(count, width)
     labels = likelihood.check_labels(labels, outputs, place)
-    labelled = likelihood.known(labels)
-    return (labels, in_use) if labelled is None else (labels[labelled], in_use[labelled.cpu()])
+    known = likelihood.known(labels)
+    if known is not None:
+        labels = labels[known]
+        in_use = known.cpu().nonzero().flatten() if in_use is None else in_use[known.cpu()]
+    return replace(captured, labels=labels, in_use=in_use)
 
 
-def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tensor:
-    # Return the drawn positions as indices into the rows in use.
+def _with_drawn_positions(captured: Captured, most: int, first_input: int) -> Captured:
+    # Return at most `most` of the rows in use of each input.
+    layout = captured.layout
+    in_use = torch.arange(layout.rows, device="cpu") if captured.in_use is None else captured.in_use
     counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)
-    return torch.cat(
+    drawn = torch.cat(
         [start + drawn_positions(count, most, first_input + number) for number, (start, count) in enumerate(parts)]
     )
+    labels = None if captured.labels is None else captured.labels[drawn]
+    return replace(captured, labels=labels, in_use=in_use[drawn])
 
 
-def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = None) -> None:
-    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` holds their row numbers in the batch, if known."""
+def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | None = None) -> None:
+    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` holds their row numbers, by default 0 to m - 1."""
     # NaN and infinity propagate from the features to the outputs, and from the outputs to their sum.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):
         affected = (~values.isfinite()).any(1).nonzero()
         if len(affected):
-            where = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
+            first = int(affected[0])
+            where = f" (first: row {first if rows is None else int(rows[first])})"
             raise DataError(
                 f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{where}. Check the inputs "
                 "and the network's weights for NaN. Values may overflow in a float16 network; use bfloat16 or float32 instead."

@@ -60,12 +60,19 @@ class Layout:
         """Number of positions in each input; 1 for outputs of shape (n, C)."""
         return math.prod(self.sizes)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows: one for each position of each input."""
+        return self.inputs * self.count
+
     def shape(self, width: int) -> tuple[int, ...]:
         """Return the shape of outputs with `width` classes."""
         return (self.inputs, width, *self.sizes) if self.axis == 1 else (self.inputs, *self.sizes, width)
 
     def by_position(self, values: Tensor) -> Tensor:
-        """Reshape outputs or features to (n, positions, width), as a view if possible."""
+        """Reshape dense outputs or features to (n, positions, width), as a view if possible; return others unchanged."""
+        if not self.sizes:
+            return values
         return values.movedim(self.axis, -1).reshape(values.shape[0], self.count, values.shape[self.axis])
 
     def restore(self, rows: Tensor) -> Tensor:

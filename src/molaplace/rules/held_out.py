@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from molaplace.distributed import Team
 from molaplace.errors import DataError, warn, warned
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
-from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, stream
+from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, rows_at_once, stream
 from molaplace.numerics import to_float64
 from molaplace.rules.class_order import check_class_order, check_label_order
 from molaplace.settings import FeatureScale, Reference
@@ -63,13 +63,13 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.outputs[0])
 
-    def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield the features and outputs of every network in float64, and the labels, at most `size` rows at a time."""
-        size = max(1, size)
+    def chunks(self, row_size: int = 512) -> Iterator[Rows]:
+        """Yield the rows in float64, in chunks of bounded size; `row_size` has the same meaning as for `Captured`."""
+        size = rows_at_once(self.phi, row_size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs]), labels
+            yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs], labels)
 
     def checked(self, *, labelled: bool | None) -> HeldOut:
         """Return these data; raise `DataError` if labels are required but missing."""
@@ -245,7 +245,7 @@ def read_held_out(
             for rows in batch.chunks():
                 for index in range(len(networks)):
                     # Copy the tensors, because the network may reuse their memory for the next batch.
-                    precision = batch.networks[index].features.dtype
+                    precision = batch.features[index].dtype
                     phi[index].append(rows.phi[index].cpu().to(precision, copy=True))
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:

@@ -20,9 +20,6 @@ from molaplace.rules.scores import ScoreFunction, label_scores
 from molaplace.settings import Reference, Settings
 from molaplace.structures.distance import ClassDistance
 
-VALUES_AT_ONCE = 2**21
-"""Largest number of values (candidates times rows times outputs) in memory at once: 16 MB in float64."""
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -86,10 +83,9 @@ class Objective:
         candidates = settings.candidates() if isinstance(settings.temperature, float) else settings
         at_once = len(candidates) if self.together else 1
         predictives = [self.predictive(part) for part in candidates.split(at_once)]
-        features = max(phi.shape[1] for phi in data.phi)
         chunks = []
-        for rows, labels in data.chunks(VALUES_AT_ONCE // max(at_once * self.row_size, features)):
-            scores = [score(predictive(rows), labels) for predictive in predictives]
+        for rows in data.chunks(at_once * self.row_size):
+            scores = [score(predictive(rows), rows.labels) for predictive in predictives]
             chunks.append({name: torch.cat([part[name] for part in scores]) for name in scores[0]})
         # A rank without data has no names, so it uses the names from another rank.
         names = next(names for names in data.team.collect(list(chunks[0]) if chunks else None) if names)
@@ -110,5 +106,5 @@ class Objective:
 
     def log_distances(self) -> Tensor:
         """Return the log distances (n,) of the validation data of all processes, relative to their median."""
-        chunks = [self.log_distance(rows) for rows, _ in self.data.chunks(4096)]
+        chunks = [self.log_distance(rows) for rows in self.data.chunks()]
         return self.data.gather(torch.cat(chunks) if chunks else None)

@@ -7,7 +7,7 @@ instead. A search computes the Jacobians of a few data points at a time and uses
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,16 @@ from molaplace.network import (
     Inputs,
     Rows,
     as_batch,
-    capture_all,
-    check_finite,
+    capture,
     check_loader,
-    check_logits,
     evaluating,
 )
+from molaplace.numerics import float64_device
 from molaplace.prediction import Prediction
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.sums import Sums
 from molaplace.whole.jacobians import each_logit, size_of, some_of
 from molaplace.whole.structures import WholeStructure
-
-
-def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor:
-    """Return a component's features: the Jacobians (n, C, D) of a few data points in the eigenbasis of its curvature.
-
-    Args:
-        component: component whose network is linearised.
-        inputs: inputs of the data points.
-        outputs: logits (n, C) of the network, in float64.
-    """
-    layer: Any = component.on(outputs.device)
-    if not len(outputs):
-        return outputs.new_zeros(0, layer.structure.outputs, layer.structure.layout.size)
-    with evaluating(component.network), torch.no_grad():
-        rows: Tensor = layer.curvature.coordinates(layer.structure.rows(component.network, inputs, each_logit)[1])
-        return rows
 
 
 def structure_of(component: Component) -> WholeStructure:
@@ -68,47 +51,36 @@ def make_component(network: nn.Module, structure: WholeStructure, sums: Sums, li
 
 
 @dataclass(frozen=True)
-class CapturedInputs(Captured):
-    """The inputs and outputs of one pass through a network."""
+class Jacobians:
+    """The features of one network, which are computed when they are sliced, because Jacobians are too large to store."""
 
-    inputs: Inputs = None
-    component: Component | None = None
-    most: int = 1
-    """Largest number of data points whose Jacobians are in memory at once."""
-
-    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the coordinates (m, C, D) and outputs (m, C) of a few data points at a time, in float64."""
-        assert self.component is not None
-        size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
-        for start in range(0, max(total, 1), size):
-            part = slice(start, min(start + size, total))
-            yield coordinates(self.component, some_of(self.inputs, part, total), every[part]), every[part]
-
-
-@dataclass(frozen=True)
-class HeldInputs(HeldOut):
-    """Held-out data whose inputs are kept in memory while candidates are compared."""
-
-    batches: Sequence[tuple[Inputs, int]] = ()
+    component: Component
+    batches: Sequence[tuple[Inputs, int]]
     """Inputs and size of each batch."""
-    components: Sequence[Component] = ()
-    most: int = 1
-    """Largest number of data points whose Jacobians are in memory at once."""
+    outputs: Tensor
+    """Logits (n, C) for all batches."""
 
-    def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield the coordinates and outputs of every network, and the labels, for a few data points at a time."""
-        size, start = max(1, min(size, self.most)), 0
-        for inputs, count in self.batches:
-            for first in range(0, count, size):
-                part = slice(first, min(first + size, count))
-                whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
-                outputs = [values[whole] for values in self.outputs]
-                pairs = zip(self.components, outputs, strict=True)
-                yield (
-                    Rows([coordinates(component, some, logits) for component, logits in pairs], outputs),
-                    None if self.labels is None else self.labels[whole],
-                )
-            start += count
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of data points, and the number of values that one of them occupies while its features are computed."""
+        structure = structure_of(self.component)
+        return len(self.outputs), structure.outputs * structure.layout.total
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Return the features of some data points: their Jacobians (m, C, D) in the eigenbasis of the curvature, in float64."""
+        layer: Any = self.component.on(float64_device(self.outputs.device))
+        network = self.component.network
+        start, stop, _ = part.indices(len(self.outputs))
+        first = 0
+        chunks = [torch.zeros(0, layer.structure.outputs, layer.structure.layout.size).to(layer.weights)]
+        with evaluating(network), torch.no_grad():
+            for inputs, count in self.batches:
+                some = slice(max(start - first, 0), min(stop - first, count))
+                if some.start < some.stop:
+                    _, jacobians = layer.structure.rows(network, some_of(inputs, some, count), each_logit)
+                    chunks.append(layer.curvature.coordinates(jacobians))
+                first += count
+        return torch.cat(chunks)
 
 
 class WholeMoLA(LaplaceMixture):
@@ -127,37 +99,30 @@ class WholeMoLA(LaplaceMixture):
         """Return a message that explains why there are no distances from the training data."""
         return "a posterior over whole networks provides no distances from the training data. Use mola.fit, which computes distances."
 
-    def _data_at_once(self) -> int:
-        # Return the largest number of data points whose Jacobians are in memory at once.
-        structures = [structure_of(component) for component in self.components]
-        smallest = min(structure.layout.data_at_once(structure.outputs) for structure in structures)
-        return max(1, smallest // len(structures))
-
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def capture(self, inputs: Inputs) -> Sequence[Captured]:
+    def capture(self, inputs: Inputs) -> Captured:
         """Run every network once, and store the inputs together with the outputs."""
+        return self._with_jacobians(self._outputs(inputs), inputs)
+
+    def _outputs(self, inputs: Inputs) -> Captured:
         with evaluating(*self.networks), torch.no_grad():
-            captured = capture_all(self.networks, [None] * len(self.networks), inputs, self.likelihood)
-        most = self._data_at_once()
-        return [
-            CapturedInputs(
-                network_pass.features, network_pass.outputs, network_pass.layout, None, inputs, component, most
-            )
-            for network_pass, component in zip(captured, self.components, strict=True)
-        ]
+            return capture(self.networks, [None] * len(self.networks), inputs, self.likelihood)
+
+    def _with_jacobians(self, captured: Captured, inputs: Inputs) -> Captured:
+        batches = [(inputs, captured.layout.inputs)]
+        pairs = zip(self.components, captured.outputs, strict=True)
+        features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
+        return replace(captured, features=features)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         """Predict one batch. Error messages refer to the batch as `place`."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         with located(place):
-            captured = self.capture(inputs)
-            for index, (network, network_pass) in enumerate(zip(self.networks, captured, strict=True)):
-                with located(f"networks[{index}]"):
-                    outputs = network_pass.outputs.flatten(0, 1)
-                    check_finite(outputs[:, :0], outputs, range(len(outputs)))
-                    check_logits(network, inputs, outputs[:4096], likelihood)
+            captured = self._outputs(inputs)
+            captured.check_finite()
+            captured.check_logits(self.networks, inputs, likelihood)
 
         def compute(rows: Rows) -> dict[str, Tensor]:
             members = self.members(rows)
@@ -172,7 +137,7 @@ class WholeMoLA(LaplaceMixture):
             }
 
         # All fields are computed together, because the Jacobians dominate the cost.
-        fields: dict[str, Any] = dict(self._by_rows(captured, compute))
+        fields: dict[str, Any] = dict(self._by_rows(self._with_jacobians(captured, inputs), compute))
         return Prediction(fields, likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
@@ -214,7 +179,9 @@ class WholeMoLA(LaplaceMixture):
                 f"input must be the batch dimension.",
                 place=f"the {where}",
             )
-        return HeldInputs(**vars(data), batches=batches, components=self.components, most=self._data_at_once())
+        pairs = zip(self.components, data.outputs, strict=True)
+        features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
+        return replace(data, phi=features)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
