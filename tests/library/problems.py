@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from tests.conftest import make_problem
 
 CLASSES = 4
+
+X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(20) % 3
+SIZES = [6, 1, 8, 5]
+LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
+"""Twenty data in batches of different sizes."""
 
 
 def networks(count: int, classes: int = CLASSES) -> list[nn.Module]:
@@ -37,18 +45,30 @@ def blob_loader(seed: int = 0, size: int = 50, **options: float) -> list[tuple[T
     return loader(*blobs(seed, **options), size)
 
 
-def trained(seed: int, bias: bool = True, width: int = 8) -> nn.Sequential:
+def train(
+    network: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    steps: int,
+    rate: float,
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+) -> nn.Module:
+    """The network, trained on all data at once."""
+    optimiser = torch.optim.Adam(network.parameters(), rate)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(network(inputs), labels).backward()
+        optimiser.step()
+    return network.eval()
+
+
+def trained(seed: int, bias: bool = True, width: int = 8) -> nn.Module:
     """A small ReLU network that has learnt the blobs, in float64."""
     torch.manual_seed(seed)
     layers = [nn.Linear(3, width, bias=bias), nn.ReLU(), nn.Linear(width, width, bias=bias), nn.ReLU()]
     network = nn.Sequential(*layers, nn.Linear(width, CLASSES, bias=bias)).double()
     inputs, labels = blobs()
-    optimiser = torch.optim.Adam(network.parameters(), 0.02)
-    for _ in range(120):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(network(inputs.double()), labels).backward()
-        optimiser.step()
-    return network.eval()
+    return train(network, inputs.double(), labels, 120, 0.02)
 
 
 def features_of(network: nn.Sequential, inputs: Tensor) -> Tensor:
@@ -61,7 +81,7 @@ def close(first: Tensor, second: Tensor, tolerance: float = 1e-12) -> bool:
     return first.shape == second.shape and float((first - second).abs().max()) <= tolerance
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """Largest difference, in units of the largest expected value."""
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300))

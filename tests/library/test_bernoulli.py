@@ -13,14 +13,17 @@ import molaplace as mola
 from molaplace import metrics
 from molaplace.errors import DataError, HeadError, OptionError
 from molaplace.likelihoods import BERNOULLI
+from molaplace.rules.scores import paired
 from molaplace.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
+from tests.library.problems import train
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::molaplace.errors.MolaWarning"
 )  # random data, on which no rule finds an optimum
 
 NAN = float("nan")
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -107,9 +110,9 @@ def test_one_logit_may_have_any_shape():
 def test_one_logit_is_two_classes_at_twice_the_precision(structure):
     """The difference of two weights with prior precision lambda each has lambda / 2."""
     problem = labelled(1, missing=False)
-    train = [(problem.inputs, problem.labels[:, 0].long())]
+    classes = [(problem.inputs, problem.labels[:, 0].long())]
     options = {"structure": structure, "prior_precision": 1.4, "link": "mean-field", "progress": False}
-    two = mola.fit(twin(problem.network), train, **options)
+    two = mola.fit(twin(problem.network), classes, **options)
     one = fit(problem.network, problem.loader, structure=structure, prior_precision=0.7)
     inputs = 3 * torch.randn(30, 3)
     torch.testing.assert_close(one(inputs)[:, 0], two(inputs)[:, 1], rtol=1e-9, atol=1e-12)
@@ -216,9 +219,9 @@ def test_bounds_hold_and_the_far_field_is_one_half(structure):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         networks.append(network)
     inputs = torch.randn(40, 3)
-    train = [(inputs, (networks[0](inputs) > 0).double())]
-    posterior = fit(networks, train, structure=structure, prior_precision=0.5)
-    alone = [fit(network, train, structure=structure, prior_precision=0.5) for network in networks]
+    loader = [(inputs, (networks[0](inputs) > 0).double())]
+    posterior = fit(networks, loader, structure=structure, prior_precision=0.5)
+    alone = [fit(network, loader, structure=structure, prior_precision=0.5) for network in networks]
     for far in (1, 10, 1e4):
         bound = posterior.confidence_bound(far * inputs)
         assert bound.shape == (40, 2)
@@ -251,22 +254,19 @@ def trained():
         noise = 0.5 * torch.randn(hidden.shape, generator=generator)
         return inputs, (hidden + noise > 0).double()
 
-    train, val = draw(300), draw(400)
+    points = draw(300)
+    val = draw(400)
     networks = []
     with torch.random.fork_rng(devices=[]):
         for seed in range(2):
             torch.manual_seed(seed)
             network = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 3))
-            optimiser = torch.optim.Adam(network.parameters(), 0.03)
-            for _ in range(250):
-                optimiser.zero_grad()
-                nn.functional.binary_cross_entropy_with_logits(network(train[0]), train[1]).backward()
-                optimiser.step()
-            networks.append(network.requires_grad_(False))
+            loss = nn.functional.binary_cross_entropy_with_logits
+            networks.append(train(network, *points, 250, 0.03, loss))
     holes = val[1].clone()
     holes[::5, 1] = NAN
     torch.set_default_dtype(before)
-    return networks, [train], [(val[0], holes)]
+    return networks, [points], [(val[0], holes)]
 
 
 def by_hand(posterior, val):
@@ -284,9 +284,9 @@ def by_hand(posterior, val):
 
 
 def test_every_rule_keeps_its_promise(trained):
-    networks, train, val = trained
+    networks, points, val = trained
     ((inputs, labels),) = val
-    posterior, known = fit(networks, train), ~labels.isnan()
+    posterior, known = fit(networks, points), ~labels.isnan()
     right = [((network(inputs) > 0) == labels)[known].double().mean() for network in networks]
     target = float(torch.stack(right).mean()) - 0.01
     assert by_hand(posterior.tune(val, rule="threshold", progress=False), val)["confidence"] >= target - 1e-9
@@ -304,15 +304,31 @@ def test_every_rule_keeps_its_promise(trained):
 
 
 def test_stacking_maximises_the_likelihood_of_the_known_labels(trained):
-    networks, train, val = trained
+    networks, points, val = trained
     ((inputs, labels),) = val
-    weights, known = fit(networks, train).reweight(val, progress=False).weights, ~labels.isnan()
-    members = [fit(network, train)(inputs)[known] for network in networks]
+    weights, known = fit(networks, points).reweight(val, progress=False).weights, ~labels.isnan()
+    members = [fit(network, points)(inputs)[known] for network in networks]
     first, second = (torch.where(labels[known] > 0, one, 1 - one) for one in members)
     grid = torch.linspace(0, 1, 2_001)
     best = grid[torch.stack([(share * first + (1 - share) * second).log().mean() for share in grid]).argmax()]
     assert float(weights[0]) == pytest.approx(float(best), abs=1e-3)
-    assert fit(networks, train, weights="evidence").weights.sum() == pytest.approx(1)
+    assert fit(networks, points, weights="evidence").weights.sum() == pytest.approx(1)
+
+
+def test_labels_of_one_input_count_once_in_a_standard_error():
+    layer = nn.Linear(3, 1)
+    labels = (X[:, :1] > 0).double()
+    errors = []
+    for copies in (1, 30):
+        repeated = nn.Linear(3, copies)
+        repeated.weight.data = layer.weight.data.repeat(copies, 1)
+        repeated.bias.data = layer.bias.data.repeat(copies)
+        loader = [(X, labels.expand(-1, copies))]
+        posterior = fit(repeated, loader)
+        rows = posterior.read(loader, "loader", labelled=True)
+        loss = posterior.predictive(next(rows.chunks(1000))[0]).scores(rows.labels)["nll"]
+        errors.append(paired(loss, torch.zeros_like(loss), rows)[1])
+    assert errors[0] == pytest.approx(errors[1], rel=1e-9)
 
 
 def test_labels_are_measured_one_by_one():
@@ -338,15 +354,11 @@ def test_labels_are_measured_one_by_one():
 
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
-X = torch.randn(6, 3, dtype=torch.float64)
 WRONG_LABELS = {
     "class indices for several labels": (3, torch.zeros(6, dtype=torch.int64), r"\(6, 3\).*class indices.*categorical"),
     "class indices for one logit": (1, torch.tensor([0, 1, 2, 3, 1, 0]), r"0 or 1.*class indices"),
-    "another number of labels": (3, torch.zeros(6, 2), r"\(6, 3\).*\(6, 2\)"),
     "fewer rows": (3, torch.zeros(5, 3), r"\(6, 3\).*\(5, 3\)"),
     "soft labels": (2, torch.full((6, 2), 0.3), "soft"),
-    "minus one": (2, -torch.ones(6, 2), "0 or 1"),
-    "complex": (1, torch.zeros(6, dtype=torch.complex128), "complex"),
     "all missing": (2, torch.full((6, 2), NAN), "known label|every label is missing"),
 }
 

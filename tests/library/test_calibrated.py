@@ -9,17 +9,13 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.settings import NO_COVARIANCE
+from tests.library.problems import train
 
 
-def trained(seed, inputs, labels, steps=120):
+def trained(seed, inputs, labels):
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 4)).double()
-    optimiser = torch.optim.Adam(network.parameters(), lr=0.03)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(network(inputs), labels).backward()
-        optimiser.step()
-    return network.eval()
+    return train(network, inputs, labels, 120, 0.03)
 
 
 @pytest.fixture(scope="module")

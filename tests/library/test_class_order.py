@@ -9,6 +9,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning
 from molaplace.rules.class_order import CHANCE, check_class_order, check_label_order
+from tests.library.problems import train
 
 CLASSES = 3
 ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]
@@ -26,12 +27,7 @@ def draw(count, seed):
 def trained(seed, inputs, labels):
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
-    optimiser = torch.optim.Adam(network.parameters(), 0.02)
-    for _ in range(100):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(network(inputs), labels).backward()
-        optimiser.step()
-    return network.eval()
+    return train(network, inputs, labels, 100, 0.02)
 
 
 @pytest.fixture(scope="module")

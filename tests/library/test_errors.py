@@ -9,6 +9,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import DataError, MissingExtraError, MolaWarning, OptionError, located, warn
+from molaplace.images import normalisation
 from molaplace.options import one_of, whole_number
 
 NETWORK = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -56,6 +57,23 @@ def test_places_are_composed_from_the_outside_in():
     with pytest.raises(OptionError, match=r"^order must be one of a, b; got 'c'") as caught, located("elsewhere"):
         one_of("c", ("a", "b"), "order")
     assert caught.value.place is None
+
+
+SIMILAR_NAMES = {
+    "kron": lambda: mola.fit(NETWORK, LOADER, structure="Kron"),
+    "probit-centred": lambda: mola.fit(NETWORK, LOADER, link="probit-centered"),
+    "bernoulli": lambda: mola.fit(NETWORK, LOADER, likelihood="bernouli"),
+    "nll": lambda: mola.fit(NETWORK, LOADER).tune(LOADER, rule="nnl"),
+    "evidence": lambda: mola.fit(NETWORK, LOADER, weights="evidense"),
+    "uniform": lambda: mola.Mixture([NETWORK], "unifrom"),
+    "cifar10": lambda: normalisation("CIFAR-10"),
+}
+
+
+@pytest.mark.parametrize("name", SIMILAR_NAMES)
+def test_a_name_that_is_almost_right_is_answered_with_the_right_one(name):
+    with pytest.raises(OptionError, match=f"Did you mean '{name}'"):
+        SIMILAR_NAMES[name]()
 
 
 def test_a_missing_extra_is_pickled():

@@ -10,12 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import molaplace as mola
 from molaplace.errors import DataError, HeadError
 from molaplace.network import Resized
+from tests.library.problems import LOADER, X, Y
 from tests.witness import unchanged
-
-X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-Y = torch.arange(20) % 3
-SIZES = [6, 1, 8, 5]
-LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:only .* of the labels:molaplace.errors.MolaWarning", "ignore:the prior prec:molaplace.errors.MolaWarning"
@@ -169,6 +165,3 @@ def test_networks_for_images_of_different_sizes_in_one_mixture():
     inner = [mola.fit(one.network, [(one.inputs(x), y)]) for one in networks]
     expected = torch.stack([one(network.inputs(x)) for one, network in zip(inner, networks, strict=True)]).mean(0)
     torch.testing.assert_close(posterior(x), expected)
-
-
-# --- the witness of these tests ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from molaplace import normal_mixtures
 from molaplace.errors import BoundError, DataError, HeadError, MolaWarning, OptionError
 from molaplace.likelihoods import Gaussian
 from tests.closeness import assert_close
+from tests.library.problems import train
 from tests.reference import gaussian as dense
 
 
@@ -245,12 +246,7 @@ def trained():
     with torch.random.fork_rng(devices=[]):
         for seed in range(3):
             net = network(1, seed, inputs=1, hidden=30).float()
-            optimiser = torch.optim.Adam(net.parameters(), 2e-2)
-            for _ in range(400):
-                optimiser.zero_grad()
-                nn.functional.mse_loss(net(x[:120]), y[:120]).backward()
-                optimiser.step()
-            nets.append(net.requires_grad_(False))
+            nets.append(train(net, x[:120], y[:120], 400, 2e-2, nn.functional.mse_loss))
     return nets, [(x[:120], y[:120])], [(x[120:], y[120:])]
 
 
@@ -292,6 +288,13 @@ def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared
             other = moved.with_noise(tuned.noise * factor).log_evidence()
             assert float(other.sum()) < float(best.sum())
             assert shared or bool((other < best).all())
+
+
+def test_stacking_pooled_predictions_is_no_worse_than_before():
+    posterior, _, x, y = fitted(1, 3, likelihood=Gaussian(noise=0.4))
+    pooled = posterior.with_pooling(0.0)
+    stacked = pooled.reweight([(x, y)], progress=False)
+    assert float(stacked.predict(x).log_prob(y).mean()) >= float(pooled.predict(x).log_prob(y).mean()) - 1e-9
 
 
 def test_distance_keeps_to_its_price_and_makes_the_gap_and_the_outside_uncertain(trained):

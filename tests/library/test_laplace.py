@@ -132,3 +132,11 @@ def test_a_running_average_is_algorithm_1_to_the_letter(problem, beta):
     features = problem.features()
     scale = (features @ right * features).sum(1)
     assert relative(layer.curvature.covariance(features, 0.7), scale[:, None, None] * left) < 1e-10
+
+
+def test_a_running_average_takes_a_batch_as_a_whole(problem):
+    loader = [(torch.randn(5000, 3), torch.randint(4, (5000,)))]
+    structure = mola.structures.Kron(running_average=0.5)
+    gram = mola.fit(problem.network, loader, structure=structure).components[0].layer.sums.tensors["gram"]
+    whole = mola.fit(problem.network, loader).components[0].layer.sums.tensors["gram"]
+    assert relative(gram, 0.5 * whole) < 1e-12

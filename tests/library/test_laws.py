@@ -8,6 +8,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import OptionError
+from molaplace.sums import Sums
 from tests.conftest import make_problem
 from tests.library.problems import close, data, loader, networks, relative
 
@@ -23,6 +24,12 @@ class TestSums:
         assert together.shape == (4, 5, 4)
         for found, precision in zip(together, precisions.tolist(), strict=True):
             assert relative(found, curvature.variance(features, precision, centred=centred)) < 1e-12
+
+    def test_adding_leaves_the_terms_as_they_were(self):
+        batch = Sums({"gram": torch.ones(2, 2, dtype=torch.float64)}, 1)
+        total = Sums({}) + batch
+        total += batch
+        assert float(batch.tensors["gram"][0, 0]) == 1
 
 
 class TestWhatDoesNotMatter:
@@ -82,45 +89,7 @@ class TestMixing:
         assert [one.shape[1] for one in drawn.weights] == [(10, 2, 7)[k] for k in drawn.component.tolist()]
 
 
-class TestPooling:
-    """z_k = m_k / s_k, then z + c (z_k - z): c = 1 mixes probabilities, c = 0 averages logits."""
-
-    def posterior(self, **options):
-        inputs, labels = data()
-        return mola.fit(networks(3), loader(inputs, labels, 7), weights=[0.2, 0.3, 0.5], **options), inputs
-
-    def by_hand(self, posterior, inputs, pooling, temperature=1.0):
-        """The probit mixture from logits and variances, one component and one datum at a time."""
-        said = posterior.predict(inputs)
-        means, variances = said.logit_mean / temperature, said.logit_variance / temperature**2
-        probs = torch.zeros_like(said.probs)
-        for row in range(len(inputs)):
-            centre = sum(w * one[row] for w, one in zip(posterior.weights, means, strict=True))
-            for weight, mean, variance in zip(posterior.weights, means, variances, strict=True):
-                pulled = pooling * mean[row] + (1 - pooling) * centre
-                probs[row] += weight * torch.softmax(pulled / (1 + torch.pi / 8 * variance[row]).sqrt(), 0)
-        return probs
-
-    @pytest.mark.parametrize("temperature", [1.0, 0.4])
-    @pytest.mark.parametrize("pooling", [1.0, 0.6, 0.0])
-    def test_by_hand(self, structure, pooling, temperature):
-        posterior, inputs = self.posterior(structure=structure)
-        moved = posterior.with_temperature(temperature).with_pooling(pooling)
-        assert (moved.temperature, moved.pooling) == (temperature, pooling)
-        assert close(moved(inputs), self.by_hand(posterior, inputs, pooling, temperature))
-
-
 class TestUncertainty:
-    def test_parts_add_up_and_are_not_negative(self, structure):
-        inputs, labels = data()
-        for link in ("probit", "mean-field", "mc"):
-            posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure, link=link)
-            for moved in (posterior, posterior.with_pooling(0.3).with_temperature(0.5)):
-                prediction = moved.predict(inputs)
-                assert close(prediction.aleatoric + prediction.epistemic, prediction.entropy)
-                assert bool((prediction.aleatoric >= 0).all())
-                assert bool((prediction.epistemic >= 0).all())
-
     def test_epistemic_part_of_one_component_against_many_draws(self, structure):
         inputs, labels = data()
         posterior = mola.fit(networks(1), loader(inputs, labels, 7), structure=structure, prior_precision=0.5)

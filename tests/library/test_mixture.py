@@ -13,12 +13,9 @@ import molaplace as mola
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
+from tests.library.problems import LOADER, X
 from tests.witness import unchanged
 
-X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-Y = torch.arange(20) % 3
-SIZES = [6, 1, 8, 5]
-LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
 LINKS = ["probit", "probit-centred", "mean-field", "bridge", "mc"]
 
 pytestmark = pytest.mark.filterwarnings(
@@ -131,22 +128,14 @@ def constant(row):
 
 BAD = {
     "no predictor": (lambda: mola.Mixture([]), OptionError, r"a non-empty list of callables"),
-    "not callable": (lambda: mola.Mixture([sharp, 3]), OptionError, r"callable"),
     "a function alone": (lambda: mola.Mixture(sharp), OptionError, r"callable"),
     "wrong word": (lambda: mola.Mixture([sharp], "evidence"), OptionError, r"'uniform', or numbers .*; got 'evidence'"),
-    "sum 2": (lambda: mola.Mixture([sharp, flat], [1, 1]), OptionError, r"sum to 1.*sum is 2"),
-    "too many weights": (lambda: mola.Mixture([sharp], [0.5, 0.5]), OptionError, r"must be 1 number, .*got 2"),
-    "negative": (lambda: mola.Mixture([sharp, flat], [-1, 2]), OptionError, r"not negative"),
     "logits": (lambda: mola.Mixture([flat, logits]), DataError, r"predictors\[1\].*mola\.ensemble or mola\.fit"),
-    "a network": (lambda: mola.Mixture([flat, make_network()]), DataError, r"predictors\[1\].*mola\.ensemble"),
     "logarithms": (lambda: mola.Mixture([lambda x: sharp(x).log()]), DataError, r"predictors\[0\].*logits"),
     "sums": (lambda: mola.Mixture([lambda x: sharp(x) / 2]), DataError, r"predictors\[0\].*rows must sum to 1"),
-    "below 0": (lambda: mola.Mixture([constant([1.5, -0.5])]), DataError, r"predictors\[0\].*-0\.5"),
     "NaN": (lambda: mola.Mixture([flat, constant([math.nan] * 3)]), DataError, r"predictors\[1\].*nan"),
     "labels": (lambda: mola.Mixture([lambda x: x.argmax(1)]), DataError, r"\(n, C\).*int64 of shape \(20,\)"),
-    "integers": (lambda: mola.Mixture([lambda x: x.argmax(1)[:, None]]), DataError, r"int64 of shape \(20, 1\)"),
     "three dimensions": (lambda: mola.Mixture([lambda x: flat(x)[None]]), DataError, r"shape \(1, 20, 3\)"),
-    "nothing": (lambda: mola.Mixture([lambda x: None]), DataError, r"predictors\[0\].*NoneType"),
     "a prediction": (lambda: mola.Mixture([mola.Mixture([flat]).predict]), DataError, r"predictors\[0\].*Prediction"),
     "other classes": (lambda: mola.Mixture([flat, constant([0.25] * 4)]), DataError, r"same shape.*\(20, 3\), \(20, 4\)"),
     "other rows": (lambda: mola.Mixture([flat, lambda x: flat(x[:7])]), DataError, r"20.*7"),
@@ -219,9 +208,6 @@ def test_seeded_draws_are_the_same_through_every_entry(mixture):
     )
     if isinstance(mixture, mola.MoLA) and mixture.link.name == "mc":
         assert not torch.equal(draw(5).probs, draw(6).probs)
-
-
-# --- arrays -----------------------------------------------------------------------------------------------------------
 
 
 # --- MoLA is a module -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from molaplace.errors import DataError
 from molaplace.likelihoods import LIKELIHOODS, OutputCurvature, RegressionLikelihood, RegressionPredictive
 from molaplace.likelihoods.base import matrix_of, pooled
 from tests.closeness import assert_close
+from tests.library.problems import train
 
 
 class CountMixture(RegressionPredictive):
@@ -93,19 +94,16 @@ def problem():
     networks = []
     for _ in range(2):
         network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        optimiser = torch.optim.Adam(network.parameters(), 0.02)
-        for _ in range(150):
-            optimiser.zero_grad()
-            nn.functional.poisson_nll_loss(network(inputs[:200]), counts[:200]).backward()
-            optimiser.step()
-        networks.append(network)
+        networks.append(train(network, inputs[:200], counts[:200], 150, 0.02, nn.functional.poisson_nll_loss))
     return networks, inputs, counts
 
 
 def test_a_registered_likelihood_is_fitted_tuned_called_saved_and_evaluated(tmp_path):
     networks, inputs, counts = problem()
-    train, val, new = [(inputs[:200], counts[:200])], [(inputs[200:250], counts[200:250])], inputs[250:]
-    posterior = mola.fit(networks, train, val, likelihood="poisson", structure="full", progress=False)
+    loader = [(inputs[:200], counts[:200])]
+    val = [(inputs[200:250], counts[200:250])]
+    new = inputs[250:]
+    posterior = mola.fit(networks, loader, val, likelihood="poisson", structure="full", progress=False)
     assert posterior.tuning is not None
     assert torch.isfinite(posterior.log_evidence()).all()
     prediction = posterior.predict(new)

@@ -258,11 +258,14 @@ def test_a_frame_has_one_row_per_input(name):
 def test_what_happens_afterwards_does_not_matter(structure):
     """Inputs overwritten, networks trained on or moved, other modes of torch: fields are those of the prediction."""
     nets = [nn.Linear(5, 3, bias=False), network(1)]  # the features of the first are the inputs themselves
+    weights = torch.tensor([0.3, 0.7])
     posterior = mola.ensemble(nets) if structure is None else fit(nets, structure=structure)
+    posterior = posterior.with_weights(weights)
     inputs = X.clone()
     expected = posterior.predict(inputs).computed()
     prediction = posterior.predict(inputs)
     inputs.zero_()
+    weights.zero_()
     for net in nets:
         for parameter in net.parameters():
             parameter.data.add_(1)
@@ -298,9 +301,6 @@ def test_moving_to_a_gpu_and_back(structure):
         actual = posterior.predict(X)
         for field in FIELDS:
             torch.testing.assert_close(getattr(actual, field), getattr(expected, field), rtol=1e-8, atol=1e-10)
-
-
-# --- networks as users bring them -------------------------------------------------------------------------------------
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Prediction sets contain the truth with the given probability: exactly, by leaving one out, and by definition."""
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -147,3 +150,27 @@ def test_columns_make_the_same_calibration_again():
     for name, column in (("label", first.label + 4), ("confidence", first.confidence[1:]), ("true_rank", first.label)):
         with pytest.raises(DataError, match="expected"):
             Calibration.of_columns(first.columns() | {name: column}, 4)
+
+
+REFERENCE = json.loads((Path(__file__).parent / "conformal_reference.json").read_text(encoding="utf-8"))
+"""What MAPIE and TorchCP gave: `benchmarks/peers.py --frozen` prints the file."""
+
+OURS = {
+    "TorchCP lac": {"method": "lac"},
+    "TorchCP aps": {"method": "aps"},
+    "TorchCP raps": {"method": "raps", "penalty": 0.05, "free": 1},
+    "TorchCP lac by class": {"method": "lac", "by": "class"},
+    "MAPIE lac": {"method": "lac"},
+    "MAPIE aps randomised": {"method": "aps", "randomised": True},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_sets_are_those_of_other_libraries(name):
+    probs, new = (torch.tensor(REFERENCE[key], dtype=torch.float64) for key in ("probs", "new"))
+    # MAPIE subtracts its random part of the last class, we add ours.
+    draws = [1 - torch.tensor(numbers, dtype=torch.float64) for numbers in REFERENCE["uniform"]]
+    with mock.patch("torch.rand", side_effect=lambda *shape, **_: draws.pop(0).reshape(shape)):
+        sets = mola.prediction_sets(probs, REFERENCE["labels"], REFERENCE["coverage"], **OURS[name])
+        members = sets(new)
+    assert ["".join("01"[member] for member in row) for row in members.int().tolist()] == REFERENCE["sets"][name]

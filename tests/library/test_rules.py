@@ -15,7 +15,7 @@ from molaplace.rules import RULES, Distance, Evidence, Outliers, Score, Threshol
 from molaplace.rules.search import grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
-from tests.library.problems import data, loader, networks
+from tests.library.problems import data, loader, networks, train
 
 GRID = tuple(10.0**power for power in torch.linspace(-4, 3, 9).tolist())
 SCORES = {"nll": metrics.negative_log_likelihood, "brier": metrics.brier, "ece": metrics.expected_calibration_error}
@@ -29,11 +29,7 @@ def trained_once():
     labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
     members = networks(3)
     for member in members:
-        optimiser = torch.optim.Adam(member.parameters(), lr=0.05)
-        for _ in range(400):
-            optimiser.zero_grad()
-            torch.nn.functional.cross_entropy(member(inputs[:200]), labels[:200]).backward()
-            optimiser.step()
+        train(member, inputs[:200], labels[:200], 400, 0.05)
     return members, inputs, labels
 
 
@@ -68,8 +64,8 @@ class TestByHand:
     @quiet
     @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
     def test_threshold(self, trained, structure, link):
-        members, train, validation = trained
-        posterior = mola.fit(members, train, structure=structure, link=link)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches, structure=structure, link=link)
         confidences = by_hand(posterior, validation, lambda probs, _: metrics.mean_confidence(probs))
         threshold = float(confidences.median()) - 1e-12
         tuned = posterior.tune(validation, rule=Threshold(threshold, grid=GRID))
@@ -84,8 +80,8 @@ class TestByHand:
     @pytest.mark.parametrize("link", ["probit", "probit-centred", "mean-field", "mc"])
     def test_candidates_together_are_those_one_by_one(self, trained, structure, link, weights):
         """Prior precision, temperature, pooling and distance, each against a posterior of its own."""
-        members, train, validation = trained
-        posterior = mola.fit(members, train, structure=structure, link=link, weights=weights)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches, structure=structure, link=link, weights=weights)
         data = posterior.read(validation, "validation loader", labelled=True)
         settings = {
             "prior_precision": [[0.1] * 3, [0.2, 1.0, 5.0], [30.0] * 3],
@@ -105,8 +101,8 @@ class TestByHand:
 
     @quiet
     def test_brier_threshold_must_be_met_too(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches)
         grid = [grid_value(index) for index in range(-60, 100, 2)]
         plain = posterior.tune(validation, rule=Threshold(0.5, grid=grid))
         curve = plain.tuning.curve
@@ -118,11 +114,12 @@ class TestByHand:
 
     @quiet
     def test_outliers(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches)
         outliers = [30 * torch.randn(50, 3)]
+        labelled = [(outliers[0], torch.full((50,), 99))]  # labels of another data set
         plain = posterior.tune(validation, rule=Score("nll"))
-        exposed = posterior.tune(validation, rule=Outliers(outliers, weight=10.0))
+        exposed = posterior.tune(validation, rule=Outliers(labelled, weight=10.0))
         assert exposed.prior_precision[0] < plain.prior_precision[0]
         assert float(exposed(outliers[0]).max(1).values.mean()) < float(plain(outliers[0]).max(1).values.mean())
         inputs, labels = joined(validation)
@@ -139,8 +136,8 @@ class TestSearch:
     @quiet
     @pytest.mark.parametrize("rule", [Threshold(), Score("nll"), Score("brier")], ids=["threshold", "nll", "brier"])
     def test_the_search_finds_the_best_of_the_whole_grid(self, trained, structure, rule):
-        members, train, validation = trained
-        posterior = mola.fit(members, train, structure=structure)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches, structure=structure)
         grid = [grid_value(index) for index in range(-100, 120)]
         fast = posterior.tune(validation, rule=rule)
         slow = posterior.tune(validation, rule=type(rule)(**(vars(rule) | {"grid": grid})))
@@ -150,8 +147,8 @@ class TestSearch:
             assert min(fast.tuning.curve[rule.score]) <= (1 + 1e-6) * min(slow.tuning.curve[rule.score])
 
     def test_the_default_grid_grows_past_an_end_that_wins(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches)
         with pytest.warns(MolaWarning, match="outside the grid"):
             low = posterior.tune(validation, rule=Threshold(0.3))
         assert low.prior_precision[0] < 1e-4
@@ -160,9 +157,9 @@ class TestSearch:
         assert 0.3 <= min(value for value in confidence if value >= 0.3) < 0.31
 
     def test_a_threshold_that_nothing_meets_is_a_warning(self, trained):
-        members, train, validation = trained
+        members, batches, validation = trained
         with pytest.warns(MolaWarning, match="no effect"):
-            tuned = mola.fit(members, train).tune(validation, rule=Threshold(0.99999))
+            tuned = mola.fit(members, batches).tune(validation, rule=Threshold(0.99999))
         inputs, _ = joined(validation)
         assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
 
@@ -170,8 +167,8 @@ class TestSearch:
 class TestThreshold:
     @quiet
     def test_the_default_lies_below_the_networks_own_accuracy(self, trained):
-        members, train, validation = trained
-        tuned = mola.fit(members, train, validation, rule="threshold")
+        members, batches, validation = trained
+        tuned = mola.fit(members, batches, validation, rule="threshold")
         inputs, labels = joined(validation)
         accuracy = sum(metrics.accuracy(member(inputs), labels) for member in members) / 3
         assert accuracy - 0.01 <= metrics.mean_confidence(tuned(inputs)) < accuracy + 0.02
@@ -182,15 +179,15 @@ class TestThreshold:
 
     @quiet
     def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(self, trained):
-        members, train, validation = trained
+        members, batches, validation = trained
         for margin, named in ((1e-4, True), (0.3, False)):
-            notes = mola.fit(members, train).tune(validation, rule=Threshold(margin=margin)).tuning.notes
+            notes = mola.fit(members, batches).tune(validation, rule=Threshold(margin=margin)).tuning.notes
             assert any("validation set is small" in note for note in notes) == named
 
     @quiet
     def test_a_given_confidence_needs_no_labels(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches)
         inputs, _ = joined(validation)
         with_labels = posterior.tune(validation, rule=Threshold(0.8))
         assert posterior.tune([inputs], rule=Threshold(0.8)).prior_precision == with_labels.prior_precision
@@ -203,8 +200,8 @@ class TestTemperature:
     @pytest.mark.parametrize("score", ["nll", "brier"])
     @pytest.mark.parametrize("grid", [None, (0.5, 1.0, 2.0)])
     def test_underconfident_networks_are_sharpened_and_the_curve_is_at_the_temperature(self, trained, score, grid):
-        members, train, validation = trained
-        posterior = mola.fit(timid(members, 8), train)
+        members, batches, validation = trained
+        posterior = mola.fit(timid(members, 8), batches)
         tuned = posterior.tune(validation, rule=Score(score, grid=grid))
         assert 0.1 <= tuned.temperature < 0.7
         assert any("underconfident" in note for note in tuned.tuning.notes)
@@ -219,8 +216,8 @@ class TestTemperature:
     @quiet
     @pytest.mark.parametrize("rule", ["nll", "brier", "ece"])
     def test_overconfident_networks_are_not_sharpened(self, trained, rule):
-        members, train, validation = trained
-        assert mola.fit(timid(members, 0.25), train).tune(validation, rule=rule).temperature == 1
+        members, batches, validation = trained
+        assert mola.fit(timid(members, 0.25), batches).tune(validation, rule=rule).temperature == 1
 
     @quiet
     def test_a_link_of_ones_own_is_tuned_too(self, trained):
@@ -228,8 +225,8 @@ class TestTemperature:
             def __call__(self, mean, spread, inverse_link, seed=None):
                 return inverse_link(mean / (2 * (1 + spread.variance())))
 
-        members, train, validation = trained
-        tuned = mola.fit(members, train, link=Halved()).tune(validation, rule=Score("nll", grid=GRID))
+        members, batches, validation = trained
+        tuned = mola.fit(members, batches, link=Halved()).tune(validation, rule=Score("nll", grid=GRID))
         assert tuned.temperature < 1
         inputs, labels = joined(validation)
         for place in (2, 6):
@@ -269,8 +266,8 @@ class TestEvidence:
 class TestValues:
     @quiet
     def test_a_rule_resets_what_another_chose(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train).with_temperature(0.5).with_pooling(0.5).with_distance_exponent(1.0)
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches).with_temperature(0.5).with_pooling(0.5).with_distance_exponent(1.0)
         tuned = posterior.tune(validation, rule="threshold")
         assert (tuned.temperature, tuned.pooling, tuned.distance_exponent) == (1, 1, 0)
 
@@ -280,8 +277,8 @@ class TestValues:
             assert len(objective.data) == 100
             return mola.rules.Tuning("fixed", objective.settings.candidates(prior_precision=[2.0], pooling=0.5)[0])
 
-        members, train, validation = trained
-        tuned = mola.fit(members, train).tune(validation, rule=fixed)
+        members, batches, validation = trained
+        tuned = mola.fit(members, batches).tune(validation, rule=fixed)
         assert tuned.prior_precision == (2.0,) * 3
         assert tuned.pooling == 0.5
 
@@ -308,8 +305,8 @@ class TestWrongUse:
     "rule", [name for name, rule in RULES.items() if rule.applies_to(as_likelihood("categorical"))]
 )
 def test_every_rule_is_deterministic_and_saved(trained, rule, tmp_path):
-    members, train, validation = trained
-    posterior, data = mola.fit(members, train), validation if RULES[rule].needs_data else None
+    members, batches, validation = trained
+    posterior, data = mola.fit(members, batches), validation if RULES[rule].needs_data else None
     tuned, again = posterior.tune(data, rule=rule), posterior.tune(data, rule=rule)
     inputs = joined(validation)[0]
     assert tuned.tuning == again.tuning

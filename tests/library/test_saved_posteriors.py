@@ -236,8 +236,6 @@ EDITS = {
         lambda one: one["structure"].update(name="__import__"),
         "unknown structure '__import__'.*kron",
     ),
-    "unknown link": (lambda one: one["link"].update(name="sigmoid"), "unknown link 'sigmoid'.*probit"),
-    "unknown likelihood": (lambda one: one["components"][1]["likelihood"].update(name="poisson"), "unknown likelihood"),
     "unknown setting": (lambda one: one["link"].update(colour=1), "colour"),
     "weights": (lambda one: one.update(weights=[1, 1, 1]), "weights must sum to 1"),
     "precision": (lambda one: one["settings"].update(prior_precision=[1, 0, 1]), "prior_precision"),
@@ -253,9 +251,7 @@ def test_edited_documents_are_refused(name, tmp_path):
         load_posterior(tmp_path, networks)
 
 
-@pytest.mark.parametrize(
-    "value", [None, torch.eye(4), torch.eye(6).float(), torch.eye(6).long(), torch.full((6, 6), float("nan"))], ids=str
-)
+@pytest.mark.parametrize("value", [None, torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"))], ids=str)
 @pytest.mark.parametrize("name", ["1.gram", "1.class_counts"])
 def test_replaced_tensors_are_refused(name, value, tmp_path):
     networks = three()
