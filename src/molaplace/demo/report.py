@@ -15,7 +15,7 @@ from molaplace.demo.run import METHODS, PAPER, DemoResult
 from molaplace.evaluation import Comparison
 from molaplace.report.comparison_tables import comparison_table, outlier_tables, test_table
 from molaplace.report.curves import DASHED, DOTTED, Line, Panel, draw_against_level, draw_panels, draw_reliability
-from molaplace.report.figures import RELIABILITY, SHARES, draw_confidence
+from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.pictures import draw_examples, example_sets
@@ -165,7 +165,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     plane = "Confidence around the two moons, in a window six times as wide as the data."
     return {
         "examples": Planned("The inputs", inputs, partial(draw_examples, sets, comparison.pictures, examples)),
-        "histograms": Planned("Confidence in outliers", SHARES, partial(draw_confidence, comparison, 3)),
+        "histograms": Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison, 3)),
         "reliability": Planned(*RELIABILITY, partial(draw_reliability, panels)),
         "rotation": Planned("Rotated digits", rotation, partial(draw_rotation, comparison)),
         "distance": Planned("Far from the data", distance, partial(draw_distance, result)),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from molaplace.evaluation import Examples
 from molaplace.report.curves import draw_against_level, draw_panels, draw_reliability, estimates_panel
-from molaplace.report.figures import RELIABILITY, SHARES
-from molaplace.report.numbers import Quantity
-from molaplace.report.pictures import MOST_SETS, HistogramColumn, draw_examples, draw_histograms, example_sets
+from molaplace.report.figures import RELIABILITY, SHARES, draw_confidence, histograms_of
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
+from molaplace.report.pictures import MOST_SETS, draw_examples, example_sets
 from molaplace.report.style import Figure, Planned
 from molaplace.report.tables import SHIFT_METRICS
 from molaplace_lab.record import Record
 from molaplace_lab.report.reading import SuiteResults
-from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers, levels_of, shared_outliers
+from molaplace_lab.report.runs import Numbers, levels_of, shared_outliers
 from molaplace_lab.report.tables import GROUP_TITLES, ablation_groups
 
 BANDS = "Lines show means over runs; bands show one standard error."
@@ -37,15 +37,16 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
         figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability, _pooled_bins(suite, levels)))
-    examples = first_examples(suite)
+    examples = {method: records[0].examples for method, records in suite.runs.items()}
     if sets := example_sets(suite.sets, suite.pictures, examples):
         caption = "The first images of each set, with each method's confidence in the first run."
         figures["examples"] = Planned("Example images", caption, partial(draw_examples, sets, suite.pictures, examples))
     for group in ablation_groups(suite):
-        along = partial(draw_shift, suite, suite.groups[group], ABLATED)
-        make = partial(draw_components, suite) if group == "components" else along
-        if group == "components" or len(levels) > 1:
-            figures[group] = Planned(GROUP_TITLES.get(group, group), BANDS, make)
+        title = GROUP_TITLES.get(group, group)
+        if group == "components":
+            figures[group] = Planned(title, BANDS, partial(draw_components, suite))
+        elif len(levels) > 1:
+            figures[group] = Planned(title, BANDS, partial(draw_shift, suite, suite.groups[group], ABLATED))
     return figures
 
 
@@ -61,9 +62,9 @@ def draw_shift(suite: SuiteResults, methods: Mapping[str, Sequence[Record]], met
     )
 
 
-def _pooled_bins(suite: SuiteResults, levels: Sequence[float]) -> dict[str, dict[str, np.ndarray]]:
+def _pooled_bins(suite: SuiteResults, levels: Sequence[float]) -> dict[str, dict[str, Any]]:
     # The panels show the test set (level 0) and the middle and highest levels of shift.
-    panels: dict[str, dict[str, np.ndarray]] = {}
+    panels: dict[str, dict[str, Any]] = {}
     for level in sorted({levels[0], levels[len(levels) // 2], levels[-1]}):
         pooled = panels.setdefault(f"{suite.shift_title}, {level:g}" if panels else "test", {})
         for method, records in suite.runs.items():
@@ -74,41 +75,22 @@ def _pooled_bins(suite: SuiteResults, levels: Sequence[float]) -> dict[str, dict
     return panels
 
 
-def first_examples(suite: SuiteResults) -> dict[str, Mapping[str, Examples]]:
-    """Return the predictions of each method for the first images of each set, in the first run."""
-    return {method: records[0].examples for method, records in suite.runs.items()}
-
-
 def draw_suite_histograms(suite: SuiteResults) -> Figure:
     """Draw histograms of each method's confidence on the test set and on the first few outlier sets, with all runs pooled."""
-    numbers = Numbers(suite.runs)
-    test = {
-        method: np.sum(
-            [record.labelled[info.name].histogram for record in records for info in suite.of_role("test")], axis=0
-        )
-        for method, records in suite.runs.items()
-    }
-    columns = []
-    for info in suite.of_role("outlier")[:MOST_SETS]:
-        counts = {
-            method: np.sum(
-                [record.outliers[info.name].histogram for record in records if info.name in record.outliers], axis=0
-            )
-            for method, records in suite.runs.items()
-        }
-        means = {
-            "mean": numbers(Quantity(info.name, "confidence")),
-            "AUROC": numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)),
-        }
-        columns.append(HistogramColumn(info.title, counts, means))
-    return draw_histograms(test, columns)
+    pooled: dict[str, dict[str, Any]] = {}
+    for method, records in suite.runs.items():
+        histograms = pooled.setdefault(method, {})
+        for record in records:
+            for name, histogram in histograms_of(record).items():
+                histograms[name] = np.array(histogram) + histograms.get(name, 0)
+    return draw_confidence(Numbers(suite.runs), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
 
 
 def draw_components(suite: SuiteResults) -> Figure:
     """Plot metrics on test data, shifted data and outliers against the number of components, with one line per family."""
     methods = suite.groups["components"]
     numbers = Numbers(methods)
-    # `sweep` maps each number of components to one method per family; "DE K=2" belongs to the family "DE".
+    # Each number of components has one method per family; "DE K=2" belongs to the family "DE".
     sweep: dict[float, dict[str, str]] = {}
     for method, records in methods.items():
         sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
@@ -118,12 +100,14 @@ def draw_components(suite: SuiteResults) -> Figure:
     for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
         name = "ECE" if metric == "ece" else SHIFT_METRICS[metric].name
         quantities |= {f"{name}, test": Quantity("test", metric), f"{name}, shifted": numbers.shifted(metric)}
-    outliers = tuple(one.name for one in shared_outliers(suite.sets, methods))
+    outliers = tuple(info.name for info in shared_outliers(suite.sets, methods))
     quantities["mean confidence, outliers"] = Quantity(outliers, "confidence")
     quantities["AUROC, outliers"] = Quantity(outliers, "auroc", BY_CONFIDENCE)
     panels = []
     for title, quantity in quantities.items():
-        found = numbers(quantity)
-        by_count = {count: {family: found[one] for family, one in members.items()} for count, members in sweep.items()}
+        means = numbers(quantity)
+        by_count = {
+            count: {family: means[method] for family, method in members.items()} for count, members in sweep.items()
+        }
         panels.append(estimates_panel(title, by_count, families, {"xlabel": "components"}))
     return draw_panels([panel for panel in panels if panel.lines], 2.4)
