@@ -16,10 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from molaplace.report.numbers import Quantity
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
 from molaplace_lab.report.reading import SuiteResults, read_suites
-from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers
+from molaplace_lab.report.runs import Numbers
 from molaplace_lab.report.tables import suite_tables
 from molaplace_lab.uci import METHODS, as_good, gap_table, read_records, score_table
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from molaplace.report.numbers import Quantity
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace_lab.report.reading import read_suites
-from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers
+from molaplace_lab.report.runs import Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -6,7 +6,6 @@ import base64
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +142,15 @@ def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteRes
 def _read_suite(store: Store, name: str) -> SuiteResults:
     document = _document(store, name, SUITE, SUITE_SCHEMA) or {}
     cost = _document(store, name, COST, COST_SCHEMA) or {"rows": [], "settings": {}, "environment": {}}
-    found, unread = _readable_records(store, name)
+    records, unread = _readable_records(store, name)
     overlap = _overlap(document, store.directory / name / SUITE)
-    ordered = sorted(found, key=lambda record: (record.group, *_rank(record.method), record.run))
+    records.sort(key=lambda record: (record.group, *_rank(record.method), record.run))
     groups: dict[str, dict[str, tuple[Record, ...]]] = {}
-    for record in ordered:
+    for record in records:
         methods = groups.setdefault(record.group, {})
         methods[record.method] = (*methods.get(record.method, ()), replace(record, overlap=overlap))
-    sets, shift = _sets(document, ordered), document["shift"] or {"title": "shifted data", "axis": "level"}
+    sets = _sets(document, records)
+    shift = document["shift"] or {"title": "shifted data", "axis": "level"}
     return SuiteResults(
         name=name,
         **{key: document[key] for key in ("title", "network", "components", "threshold")},
@@ -158,15 +158,17 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         axis=shift["axis"],
         sets=sets,
         pictures={
-            one: _pictures(given, f"{store.directory / name / SUITE}: images of {one!r}", sets[one].role)
-            for one, given in document["examples"].items()
-            if one in sets
+            pictured: _pictures(
+                images, f"{store.directory / name / SUITE}: images of {pictured!r}", sets[pictured].role
+            )
+            for pictured, images in document["examples"].items()
+            if pictured in sets
         },
         classes=tuple(document["classes"]),
         notes=tuple(document["notes"]),
         groups=groups,
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
-        warnings=(*unread, *_disagreements(name, ordered)),
+        warnings=(*unread, *_disagreements(name, records)),
     )
 
 
@@ -181,7 +183,7 @@ def _document(store: Store, suite: str, name: str, schema: dict[str, Any]) -> di
 
 
 def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
-    place = store.directory / suite
+    directory = store.directory / suite
     records: list[Record] = []
     warnings: list[str] = []
     for path in store.paths(suite):
@@ -190,9 +192,9 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
         except StorageError as error:
             warnings.append(f"A record was left out, so its method lacks a run: {error}")
     if not records and warnings:
-        raise StorageError(f"none of the {len(warnings)} records can be read. {warnings[0]}", place=str(place))
+        raise StorageError(f"none of the {len(warnings)} records can be read. {warnings[0]}", place=str(directory))
     if not records:
-        raise StorageError(f"{place} contains no records. Run `python -m molaplace_lab bench {suite}` first.")
+        raise StorageError(f"{directory} contains no records. Run `python -m molaplace_lab bench {suite}` first.")
     return records, warnings
 
 
@@ -216,26 +218,28 @@ def _rank(method: str) -> tuple[int, list[str]]:
 
 
 def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
-    roles: tuple[Role, ...] = ("test", "shift", "outlier")
-    found: dict[str, SetInfo] = {}
+    titles = {name: described["title"] for name, described in document["sets"].items()}
+    sets: dict[str, SetInfo] = {}
     for record in records:
-        for name, labelled in record.labelled.items():
-            found.setdefault(name, SetInfo(name, name, roles[name != "test"], labelled.count, labelled.level))
+        for name, result in record.labelled.items():
+            role: Role = "test" if name == "test" else "shift"
+            sets.setdefault(name, SetInfo(name, titles.get(name, name), role, result.count, result.level))
         for name, outliers in record.outliers.items():
-            found.setdefault(name, SetInfo(name, name, "outlier", outliers.count))
-    known = document["sets"]
-    order = [name for name in known if name in found] + [name for name in found if name not in known]
-    titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
-    return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
+            sets.setdefault(name, SetInfo(name, titles.get(name, name), "outlier", outliers.count))
+    order = [name for name in titles if name in sets] + [name for name in sets if name not in titles]
+    roles = ("test", "shift", "outlier")
+    return {
+        name: sets[name] for name in sorted(order, key=lambda name: (roles.index(sets[name].role), sets[name].level))
+    }
 
 
-def _pictures(document: dict[str, Any], place: str, role: Role) -> Pictures:
+def _pictures(images: dict[str, Any], where: str, role: Role) -> Pictures:
     try:
-        content = base64.b64decode(document["pixels"], validate=True)
-        pixels = np.frombuffer(content, dtype=np.uint8).reshape(document["shape"]).transpose(0, 2, 3, 1)
+        content = base64.b64decode(images["pixels"], validate=True)
+        pixels = np.frombuffer(content, dtype=np.uint8).reshape(images["shape"]).transpose(0, 2, 3, 1)
     except ValueError as error:
-        raise StorageError(f"{place} cannot be read ({error}). {AGAIN}") from error
-    labels = document.get("label")
+        raise StorageError(f"{where} cannot be read ({error}). {AGAIN}") from error
+    labels = images.get("label")
     return Pictures(pixels, tuple(labels) if labels and role != "outlier" else None)
 
 
@@ -249,26 +253,34 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
     # Yield warnings about records that cannot be compared with other records of the same run.
     if strangers := {record.method: None for record in records if record.suite != suite}:
         yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
-    for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
-        together = list(found)
-        different: dict[str, list[str]] = {}  # names of the differing sets, keyed by the methods in the minority
-        for name in dict.fromkeys(name for record in together for name in record.data):
-            methods: dict[str, list[str]] = {}
-            for record in together:
-                if name in record.data:
-                    methods.setdefault(record.data[name], []).append(record.method)
-            if len(methods) > 1:
-                different.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
-        for odd, names in different.items():
-            yield f"Run {run}: {odd} used different data from the other methods (the checksums of {listed(names)} differ)."
-        for group in {record.group: None for record in together}:
-            given = [one for one in together if one.group == group and not OWN_WEIGHTS.search(one.method)]
-            most = max(given, key=lambda record: len(record.networks), default=None)
-            if most and (others := [one.method for one in given if not set(one.networks) <= set(most.networks)]):
+    for run in sorted({record.run for record in records}):
+        of_run = [record for record in records if record.run == run]
+        for methods, names in _differing_sets(of_run).items():
+            yield f"Run {run}: {methods} used different data from the other methods (the checksums of {listed(names)} differ)."
+        for group in dict.fromkeys(record.group for record in of_run):
+            sharing = [record for record in of_run if record.group == group and not OWN_WEIGHTS.search(record.method)]
+            most = max(sharing, key=lambda record: len(record.networks), default=None)
+            if most is None:
+                continue
+            others = [record.method for record in sharing if not set(record.networks) <= set(most.networks)]
+            if others:
                 yield f"Run {run}: {listed(others)} used networks that {most.method} did not use (their checksums differ)."
+
+
+def _differing_sets(records: Sequence[Record]) -> dict[str, list[str]]:
+    # Return the names of the sets whose checksums differ, by the methods in the minority.
+    differing: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for record in records for name in record.data):
+        methods: dict[str, list[str]] = {}
+        for record in records:
+            if name in record.data:
+                methods.setdefault(record.data[name], []).append(record.method)
+        if len(methods) > 1:
+            differing.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
+    return differing
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
     """Join the first few names with commas, and add the number of remaining names."""
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    text = ", ".join(names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text

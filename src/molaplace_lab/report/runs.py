@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from molaplace.evaluation import CLEAR, Estimate, LabelledResult, SetInfo
+from molaplace.evaluation import CLEAR, Estimate, SetInfo
 from molaplace.metrics import least_area_under_risk_coverage
 from molaplace.report.numbers import Quantity, estimates_of
 from molaplace.report.tables import Column, Number, Table, make_table, quantity_table
@@ -27,8 +27,8 @@ class RunMean:
     """A mean over runs with its standard error."""
 
     value: float
-    error: float | None
-    """Standard error of the mean; None if it is unknown, for example after a single run."""
+    error: float
+    """Standard error of the mean; NaN if it is unknown, for example after a single run."""
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
     """Values of the individual runs, needed to compute differences between methods."""
@@ -36,12 +36,22 @@ class RunMean:
     """Correction for runs that share data; see `molaplace_lab.record.Record.overlap`."""
 
     @classmethod
-    def over(cls, values: Mapping[int, float], overlap: float = 0.0) -> RunMean | None:
+    def over(cls, by_run: Mapping[int, float], overlap: float = 0.0) -> RunMean | None:
         """Return the mean m over n runs and its standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)), or None if n = 0."""
-        if not values:
+        if not by_run:
             return None
-        mean = math.fsum(values.values()) / len(values)
-        return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
+        count = len(by_run)
+        mean = math.fsum(by_run.values()) / count
+        error = math.nan
+        if count > 1:
+            squares = math.fsum((value - mean) ** 2 for value in by_run.values())
+            error = math.sqrt(squares / (count - 1) * (1 / count + overlap))
+        return cls(mean, error, count, by_run, overlap)
+
+    @property
+    def known(self) -> bool:
+        """Whether the standard error is known."""
+        return not math.isnan(self.error)
 
     def minus(self, other: RunMean) -> RunMean:
         """Return the mean difference over the shared runs, or the difference of the means if fewer than two runs are shared.
@@ -49,48 +59,34 @@ class RunMean:
         In the second case, an estimate from a single run is assumed to have the same spread as the other estimate. If both estimates
         come from a single run, the error is unknown.
         """
-        shared = [run for run in self.by_run if run in other.by_run]
-        if len(shared) > 1:
-            gaps = {run: self.by_run[run] - other.by_run[run] for run in shared}
-            overlap = max(self.overlap, other.overlap)
-            return RunMean(math.fsum(gaps.values()) / len(gaps), _error(list(gaps.values()), overlap), len(gaps), gaps)
-        errors = [one for one in (self._error_beside(other), other._error_beside(self)) if one is not None]
-        runs = min((one.runs for one in (self, other) if one.error is not None), default=1)
-        return RunMean(self.value - other.value, math.hypot(*errors) if len(errors) == 2 else None, runs)
+        gaps = {run: value - other.by_run[run] for run, value in self.by_run.items() if run in other.by_run}
+        if len(gaps) > 1 and (mean := RunMean.over(gaps, max(self.overlap, other.overlap))):
+            return mean
+        error = math.hypot(self._error_beside(other), other._error_beside(self))
+        runs = min((mean.runs for mean in (self, other) if mean.known), default=1)
+        return RunMean(self.value - other.value, error, runs)
 
-    def _error_beside(self, other: RunMean) -> float | None:
-        if self.error is not None or other.error is None:
-            return self.error
-        return other.error * math.sqrt(other.runs / self.runs)
+    def _error_beside(self, other: RunMean) -> float:
+        return self.error if self.known else other.error * math.sqrt(other.runs / self.runs)
 
     def scaled(self, factor: float) -> RunMean:
         """Return the estimate multiplied by a factor."""
-        error = None if self.error is None else abs(factor) * self.error
         by_run = {run: factor * value for run, value in self.by_run.items()}
-        return replace(self, value=factor * self.value, error=error, by_run=by_run)
+        return replace(self, value=factor * self.value, error=abs(factor) * self.error, by_run=by_run)
 
     def text(self, digits: int) -> str:
         """Format the estimate as `98.9 ± 0.1`, or as `98.9` if the error is unknown."""
-        mean = f"{self.value:z.{digits}f}"
-        return mean if self.error is None else f"{mean} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
+        return Estimate(self.value, self.error).text(digits)
 
 
-def _error(values: Sequence[float], overlap: float) -> float | None:
-    count = len(values)
-    if count < 2:
-        return None
-    mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) * (1 / count + overlap))
-
-
-def leaders(estimates: Mapping[str, RunMean | None], better: Literal["low", "high"]) -> list[str]:
+def leaders(means: Mapping[str, RunMean | None], better: Literal["low", "high"]) -> list[str]:
     """Return the best method and all methods that tie with it, if they lead all other methods by more than chance would explain.
 
     The lead must be at least as significant as a lead of `mola.evaluation.CLEAR` standard errors under a normal distribution. Under
     Student's t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
-    known = {name: estimate for name, estimate in estimates.items() if estimate is not None}
+    known = {name: mean for name, mean in means.items() if mean is not None}
     if len(known) < 2:
         return []
     first = max(known, key=lambda name: sign * known[name].value)
@@ -99,7 +95,7 @@ def leaders(estimates: Mapping[str, RunMean | None], better: Literal["low", "hig
         gap = known[first].minus(other)
         if name == first:
             continue
-        if gap.error is not None and max(sign * gap.value, gap.error) < SAME:
+        if gap.known and max(sign * gap.value, gap.error) < SAME:
             best.append(name)
         elif not is_clear(gap):
             return []
@@ -108,7 +104,7 @@ def leaders(estimates: Mapping[str, RunMean | None], better: Literal["low", "hig
 
 def is_clear(gap: RunMean) -> bool:
     """Return True if the difference is unlikely to be due to chance alone."""
-    if gap.error is None or gap.value == 0 or gap.runs < 2:
+    if not gap.known or gap.value == 0 or gap.runs < 2:
         return False
     from scipy.special import stdtr
 
@@ -118,25 +114,18 @@ def is_clear(gap: RunMean) -> bool:
 
 # --- numbers of records ----------------------------------------------------------------------------------------------
 
-BY_CONFIDENCE = "max probability"
-"""Outlier score used in tables that show only one score."""
-
 EXCESS = "excess_aurc"
 """Name of the excess AURC: the AURC minus its minimum for the same number of errors."""
 
 
-def _excess(result: LabelledResult) -> dict[str, float]:
-    if not {"aurc", "accuracy"} <= result.metrics.keys():
-        return {}
-    wrong = round((1 - result.metrics["accuracy"]) * result.count)
-    return {EXCESS: result.metrics["aurc"] - least_area_under_risk_coverage(result.count, wrong)}
-
-
 def _estimates_of(record: Record) -> dict[Quantity, Estimate]:
-    # Return every number of a record with its standard error over the data points.
+    # Return every number of a record, with its standard error over the data points where that is known.
     estimates = dict(estimates_of(record))
     for name, result in record.labelled.items():
-        estimates |= {Quantity(name, metric): Estimate(value) for metric, value in _excess(result).items()}
+        if {"aurc", "accuracy"} <= result.metrics.keys():
+            wrong = round((1 - result.metrics["accuracy"]) * result.count)
+            least = least_area_under_risk_coverage(result.count, wrong)
+            estimates[Quantity(name, EXCESS)] = Estimate(result.metrics["aurc"] - least)
         for kind, metrics in result.types.items():
             estimates |= {Quantity(name, metric, kind=kind): Estimate(value) for metric, value in metrics.items()}
     for measure, values in record.measures.items():
@@ -148,34 +137,32 @@ class Numbers:
     """Means over each method's runs, with standard errors; for a single run, the standard errors are computed over the data points."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
-        records = [record for found in methods.values() for record in found]
-        self.methods = tuple(methods)
-        self.overlap = max((record.overlap for record in records), default=0.0)
-        levels = {(name, one.level) for record in records for name, one in record.labelled.items()}
-        self.levels = sorted({level for _, level in levels})
-        self._sets = {level: tuple(sorted(name for name, own in levels if own == level)) for level in self.levels}
+        all_records = [record for records in methods.values() for record in records]
+        self.overlap = max((record.overlap for record in all_records), default=0.0)
+        names: dict[float, set[str]] = {}
+        for record in all_records:
+            for name, result in record.labelled.items():
+                names.setdefault(result.level, set()).add(name)
+        self._sets = {level: tuple(sorted(names[level])) for level in sorted(names)}
         self._runs: dict[str, dict[int, Mapping[Quantity, Estimate]]] = {
-            method: {record.run: _estimates_of(record) for record in found} for method, found in methods.items()
+            method: {record.run: _estimates_of(record) for record in records} for method, records in methods.items()
         }
 
     def __call__(self, quantity: Quantity, factor: float = 1.0) -> dict[str, RunMean | None]:
         """Return each method's estimate of the quantity, multiplied by a factor, or None for a method that lacks the quantity."""
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
-        keys = [replace(quantity, sets=name) for name in sets]
-        estimates: dict[str, RunMean | None] = {}
-        for method, runs in self._runs.items():
-            known = {
-                run: [found[key] for key in keys]
-                for run, found in runs.items()
-                if keys and all(key in found for key in keys)
-            }
-            means = {run: sum(value for value, _ in pairs) / len(pairs) for run, pairs in known.items()}
-            one = RunMean.over(means, self.overlap)
-            if one is not None and one.runs == len(keys) == 1:
-                ((_, error),) = next(iter(known.values()))
-                one = replace(one, error=None if math.isnan(error) else error)
-            estimates[method] = None if one is None else one.scaled(factor)
-        return estimates
+        quantities = [replace(quantity, sets=name) for name in sets]
+        means = {method: self._mean(runs, quantities) for method, runs in self._runs.items()}
+        return {method: None if mean is None else mean.scaled(factor) for method, mean in means.items()}
+
+    def _mean(self, runs: Mapping[int, Mapping[Quantity, Estimate]], quantities: Sequence[Quantity]) -> RunMean | None:
+        complete = {run: numbers for run, numbers in runs.items() if quantities and numbers.keys() >= set(quantities)}
+        values = {run: [numbers[quantity].value for quantity in quantities] for run, numbers in complete.items()}
+        mean = RunMean.over({run: sum(of_run) / len(of_run) for run, of_run in values.items()}, self.overlap)
+        if mean is None or not mean.runs == len(quantities) == 1:
+            return mean
+        (numbers,) = complete.values()
+        return replace(mean, error=numbers[quantities[0]].error)
 
     def at_level(self, level: float, metric: str, kind: str = "") -> Quantity:
         """Specify the mean of a metric over all sets at one level of shift."""
@@ -183,21 +170,21 @@ class Numbers:
 
     def shifted(self, metric: str) -> Quantity:
         """Specify the mean of a metric over all shifted sets."""
-        return Quantity(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
+        return Quantity(tuple(name for level, names in self._sets.items() if level for name in names), metric)
 
 
 def levels_of(sets: Mapping[str, SetInfo]) -> list[float]:
     """Return the levels of shift, including 0 for the test set."""
-    return sorted({one.level for one in sets.values() if one.role in ("test", "shift")})
+    return sorted({info.level for info in sets.values() if info.role in ("test", "shift")})
 
 
 def shared_outliers(sets: Mapping[str, SetInfo], methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
     """Return the outlier sets that all records have in common; means over different sets would not be comparable."""
-    records = [record for found in methods.values() for record in found]
+    outliers = [info for info in sets.values() if info.role == "outlier"]
     return [
         info
-        for info in sets.values()
-        if info.role == "outlier" and all(info.name in record.outliers for record in records)
+        for info in outliers
+        if all(info.name in record.outliers for records in methods.values() for record in records)
     ]
 
 
@@ -213,12 +200,10 @@ def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
         return "With one run, the spread is unknown, so no number is bold."
-    counted = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
-    if any(record.overlap > 0 for records in methods.values() for record in records):
-        counted += " rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)"
-    else:
-        counted += " runs"
-    return f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}."
+    sizes = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
+    cross_fit = any(record.overlap > 0 for records in methods.values() for record in records)
+    kind = "rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)" if cross_fit else "runs"
+    return f"Mean \N{PLUS-MINUS SIGN} standard error over {sizes} {kind}."
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -254,5 +239,8 @@ def records_table(
 def _leaders(values: Mapping[str, Number], column: Column) -> list[str]:
     if column.better is None:
         return []
-    means = {name: RunMean(value, None, 1) if isinstance(value, float) else value for name, value in values.items()}
-    return leaders({name: mean if isinstance(mean, RunMean) else None for name, mean in means.items()}, column.better)
+    means: dict[str, RunMean | None] = {}
+    for name, value in values.items():
+        mean = RunMean(value, math.nan, 1) if isinstance(value, float) else value
+        means[name] = mean if isinstance(mean, RunMean) else None
+    return leaders(means, column.better)

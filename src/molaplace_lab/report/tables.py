@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from molaplace.evaluation import SetInfo
-from molaplace.report.numbers import Quantity
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, columns_on
 from molaplace_lab.report import paper_numbers
 from molaplace_lab.report.reading import MAIN, SuiteResults, known_scores
 from molaplace_lab.report.runs import (
-    BY_CONFIDENCE,
     EXCESS,
     Numbers,
     levels_of,
@@ -45,10 +45,7 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
             "outliers": _outliers(suite, numbers),
             "difference": _differences(suite, numbers),
             "scores": _score_digest(suite, numbers),
-            **{
-                f"scores {outlier_set.name}": _scores(suite, numbers, outlier_set)
-                for outlier_set in suite.of_role("outlier")
-            },
+            **{f"scores {info.name}": _scores(suite, numbers, info) for info in suite.of_role("outlier")},
             "openood": _openood(suite, numbers),
             "rejection": _rejection(suite, numbers),
             "in-distribution": _in_distribution(suite, numbers),
@@ -68,9 +65,9 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
 
 def _outlier_columns(sets: Sequence[SetInfo]) -> list[Column]:
     columns = [Column("MMC", "test", None, 1, Quantity("test", "confidence"), 100)]
-    for one in sets:
-        columns.append(Column("MMC", one.title, "low", 1, Quantity(one.name, "confidence"), 100))
-        columns.append(Column("AUROC", one.title, "high", 1, Quantity(one.name, "auroc", BY_CONFIDENCE), 100))
+    for info in sets:
+        columns.append(Column("MMC", info.title, "low", 1, Quantity(info.name, "confidence"), 100))
+        columns.append(Column("AUROC", info.title, "high", 1, Quantity(info.name, "auroc", BY_CONFIDENCE), 100))
     return columns
 
 
@@ -78,49 +75,49 @@ def _paper_rows(methods: Mapping[str, Any]) -> dict[str, Any]:
     return {f"paper: {method}": row for method, row in methods.items()}
 
 
-def _paper_words(suite: SuiteResults, settings: Mapping[str, Any]) -> str:
-    if not settings:
+def _paper_words(suite: SuiteResults, rows: Mapping[str, Any]) -> str:
+    if not rows:
         return ""
-    there, here = paper_numbers.NETWORKS[suite.name], suite.network
-    same = there.lower().replace("-", "") == here.lower().replace("-", "")
-    network = (
-        f"which were also obtained with {there}" if same else f"which were obtained with {there} (other rows: {here})"
-    )
-    return f" Rows that begin with 'paper' contain the paper's numbers, {network}."
+    network = paper_numbers.NETWORKS[suite.name]
+    same = network.lower().replace("-", "") == suite.network.lower().replace("-", "")
+    other = "" if same else f" (other rows: {suite.network})"
+    return f" Rows that begin with 'paper' contain the paper's numbers for {network}{other}."
 
 
 def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns = _outlier_columns(suite.of_role("outlier"))
     if len(columns) == 1:
         return None
+    titles = [f"{column.group} {column.name}" for column in columns]
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    titles = [f"{one.group} {one.name}" for one in columns]
     aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
-        f"In %. {runs_words(suite.runs)} MMC is the mean confidence. AUROC measures how well low confidence separates outliers from "
-        f"test data; 50 corresponds to random guessing.{_paper_words(suite, aside)}"
+        f"In %. {runs_words(suite.runs)} MMC is the mean confidence; AUROC, how well low confidence separates outliers from test data."
+        f"{_paper_words(suite, aside)}"
     )
     return records_table(f"{suite.title} against outliers", caption, numbers, columns, aside)
 
 
 def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    known = {title for row in paper.values() for title in row}
-    columns = _outlier_columns([one for one in suite.of_role("outlier") if f"{one.title} MMC" in known])
-    values: dict[str, list[Number]] = {method: [] for method in suite.runs if method in paper}
-    if len(columns) == 1 or not values:
+    titles = {title for row in paper.values() for title in row}
+    columns = _outlier_columns([info for info in suite.of_role("outlier") if f"{info.title} MMC" in titles])
+    rows: dict[str, list[Number]] = {method: [] for method in suite.runs if method in paper}
+    if len(columns) == 1 or not rows:
         return None
-    for one in columns:
-        found = numbers(one.quantity, 100)
-        for method, row in values.items():
-            mine, theirs = found[method], paper[method].get(f"{one.group} {one.name}")
-            gap = None if mine is None or theirs is None else mine.minus(theirs)
-            row.append(gap if gap is None or mine is None or mine.error is not None else replace(gap, error=None))
-    caption = (
-        "Differences in percentage points, with standard errors. Positive differences mean that our numbers are higher."
-    )
-    columns = [replace(one, better=None) for one in columns]
-    return marked_table(f"{suite.title}: our numbers minus the paper's", caption, columns, values)
+    for column in columns:
+        means = numbers(column.quantity, 100)
+        for method, row in rows.items():
+            mean = means[method]
+            published = paper[method].get(f"{column.group} {column.name}")
+            if mean is None or published is None:
+                row.append(None)
+            else:
+                gap = mean.minus(published)
+                row.append(gap if mean.known else replace(gap, error=math.nan))
+    caption = "In percentage points, with standard errors."
+    columns = [replace(column, better=None) for column in columns]
+    return marked_table(f"{suite.title}: our numbers minus the paper's", caption, columns, rows)
 
 
 # --- in distribution and under shift ---------------------------------------------------------------------------------
@@ -142,47 +139,50 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} NLL is the log loss; ECE and MCE are the expected and "
-        f"maximum calibration errors. Legacy ECE follows published scripts, which omit predictions with a confidence of 0.99 or more; "
-        f"use it only for comparison with published numbers. AURC is the area under the risk-coverage curve."
+        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} Legacy ECE follows published scripts, which omit predictions "
+        f"with a confidence of 0.99 or more; use it only for comparison with published numbers. AURC is the area under the "
+        f"risk-coverage curve."
     )
     return records_table(f"{suite.title}: in distribution", caption, numbers, columns_on("test", IN_DISTRIBUTION))
 
 
 def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    levels, group = levels_of(suite.sets), f"AURC %, {suite.axis}"
-    columns = [Column(f"{one:g}", group, "low", 2, numbers.at_level(one, "aurc"), 100) for one in levels]
+    levels = levels_of(suite.sets)
+    group = f"AURC %, {suite.axis}"
+    columns = [Column(f"{level:g}", group, "low", 2, numbers.at_level(level, "aurc"), 100) for level in levels]
     columns.append(Column("test", "excess %", "low", 3, Quantity("test", EXCESS), 100))
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
-        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus the "
-        f"lowest AURC possible with the same number of errors, so it measures only the ranking of the predictions."
+        f"al., 2019); random rejection gives the error rate. Excess AURC is the AURC minus its minimum for the same number of errors."
         f"{' The column for shifted data shows the mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
 
 
 def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table | None:
-    levels, methods, like = levels_of(suite.sets), suite.groups.get(group, {}), SHIFT_METRICS[metric]
+    levels = levels_of(suite.sets)
+    methods = suite.groups.get(group, {})
     if len(levels) < 2 or not methods:
         return None
     numbers = Numbers(methods)
+    like = SHIFT_METRICS[metric]
     columns = [
         replace(like, name=f"{level:g}", group=suite.axis, quantity=numbers.at_level(level, metric)) for level in levels
     ]
-    title, paper = f"{suite.shift_title}: {like.name}", paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
+    title = f"{suite.shift_title}: {like.name}"
+    curves = paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
     if group == "variants":
         title = f"{suite.title}: {like.name} of LLLA variants"
-        kinds = [[records[0].settings.get(key) for key in ("structure", "link")] for records in methods.values()]
-        given = paper_numbers.VARIANTS.get(suite.name, {})
-        paper = {f"LLLA {' '.join(kind)}": curve for kind, curve in given.items() if list(kind) in kinds}
-    paper = {name: curve for name, curve in paper.items() if len(curve) == len(levels)}
-    aside = _paper_rows({name: [like.factor * one for one in curve] for name, curve in paper.items()})
-    caption = (
-        f"{like.name[0].upper()}{like.name[1:]}{', in %' if like.factor == 100 else ''}. {runs_words(methods)} Level 0 is the "
-        f"test set.{_paper_words(suite, aside)}"
+        variants = [
+            tuple(records[0].settings.get(key) for key in ("structure", "link")) for records in methods.values()
+        ]
+        published = paper_numbers.VARIANTS.get(suite.name, {})
+        curves = {f"LLLA {' '.join(variant)}": curve for variant, curve in published.items() if variant in variants}
+    aside = _paper_rows(
+        {name: [like.factor * value for value in curve] for name, curve in curves.items() if len(curve) == len(levels)}
     )
+    caption = f"{'In %. ' if like.factor == 100 else ''}{runs_words(methods)} Level 0 is the test set.{_paper_words(suite, aside)}"
     return records_table(title, caption, numbers, columns, aside)
 
 
@@ -195,22 +195,26 @@ BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     methods = {method: suite.runs[method] for method in (BY_DISTANCE, PAPERS_RULE) if method in suite.runs}
-    typed = [one for record in methods.get(PAPERS_RULE, ()) for one in record.labelled.values() if one.types]
+    records = methods.get(PAPERS_RULE, ())
+    typed = [result for record in records for result in record.labelled.values() if result.types]
     if len(methods) < 2 or not typed:
         return None
-    numbers, (title, digits, factor) = Numbers(methods), BY_TYPE[metric]
-    levels = sorted({one.level for one in typed})
-    values: dict[str, list[Number]] = {}
-    for kind in dict.fromkeys(kind for one in typed for kind in one.types):
+    numbers = Numbers(methods)
+    title, digits, factor = BY_TYPE[metric]
+    levels = sorted({result.level for result in typed})
+    rows: dict[str, list[Number]] = {}
+    for kind in dict.fromkeys(kind for result in typed for kind in result.types):
         pairs = [numbers(numbers.at_level(level, metric, kind), factor).values() for level in levels]
-        values[kind.replace("_", " ")] = [mine.minus(theirs) if mine and theirs else None for mine, theirs in pairs]
+        rows[kind.replace("_", " ")] = [
+            by_distance.minus(paper) if by_distance and paper else None for by_distance, paper in pairs
+        ]
     difference = f"{BY_DISTANCE} minus {PAPERS_RULE}"
     caption = (
-        f"{title[0].upper()}{title[1:]}, {BY_DISTANCE} minus {PAPERS_RULE}. {BY_DISTANCE} is better if the difference is negative. "
-        f"{runs_words(methods)} Rows are based on different test images because each image received only one type of shift."
+        f"{runs_words(methods)} {BY_DISTANCE} is better if the difference is negative. Rows are based on different test images because "
+        f"each image received only one type of shift."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
-    return marked_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
+    return marked_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, rows)
 
 
 # --- outlier scores --------------------------------------------------------------------------------------------------
@@ -223,60 +227,55 @@ SCORED = {
     "fpr95_out": Column("FPR95 out", better="low"),
 }
 
+POSITIVES = "AUPR treats test data (in) or outliers (out) as the positive class."
+
 
 def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers, columns: Sequence[Column]) -> Table:
     # Each row shows one combination of method and score; in a metric name such as "recall, {}", the name of the score replaces {}.
-    scores, kept = known_scores(suite), []
-    rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
+    scores = known_scores(suite)
+    rows: dict[str, list[Number]] = {f"{method}, {score}": [] for method in suite.runs for score in scores}
+    nonempty = []
     for column in columns:
         metric = column.quantity.metric
-        found = {
-            f"{method}, {score}": one
-            for score in scores
-            for method, one in numbers(
-                Quantity(column.quantity.sets, metric.format(score), "" if "{}" in metric else score), 100
-            ).items()
-        }
-        if any(found.values()):
-            kept.append(column)
+        means: dict[str, Number] = {}
+        for score in scores:
+            quantity = Quantity(column.quantity.sets, metric.format(score), "" if "{}" in metric else score)
+            means |= {f"{method}, {score}": mean for method, mean in numbers(quantity, 100).items()}
+        if any(means.values()):
+            nonempty.append(column)
             for name, row in rows.items():
-                row.append(found[name])
-    return marked_table(title, caption, kept, {name: row for name, row in rows.items() if any(row)})
+                row.append(means[name])
+    return marked_table(title, caption, nonempty, {name: row for name, row in rows.items() if any(row)})
 
 
 def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    sets, scores = shared_outliers(suite.sets, suite.runs), known_scores(suite)
+    sets = shared_outliers(suite.sets, suite.runs)
+    scores = known_scores(suite)
     if not sets or not scores:
         return None
-    names = tuple(one.name for one in sets)
-    values = {score: list(numbers(Quantity(names, "auroc", score), 100).values()) for score in scores}
-    own: dict[str, list[str]] = {}
+    names = tuple(info.name for info in sets)
+    rows = {score: list(numbers(Quantity(names, "auroc", score), 100).values()) for score in scores}
+    methods_of_score: dict[str, dict[str, None]] = {}
     for method, records in suite.runs.items():
-        for name in dict.fromkeys(str(one.chosen["ood_score"]) for one in records if "ood_score" in one.chosen):
-            own.setdefault(name, []).append(method)
-    listed = "; ".join(f"{name} for the following methods: {', '.join(methods)}" for name, methods in own.items())
+        for record in records:
+            if "ood_score" in record.chosen:
+                methods_of_score.setdefault(str(record.chosen["ood_score"]), {})[method] = None
+    definitions = "; ".join(f"{score} for {', '.join(methods)}" for score, methods in methods_of_score.items())
     caption = (
-        f"AUROC in %, averaged over the following outlier sets: {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} "
-        f"Bold marks a score that is clearly best for a method. Higher scores indicate outliers."
-        f"{f' The ood score is {listed}.' if listed else ''}"
+        f"AUROC in %, averaged over the following outlier sets: {', '.join(info.title for info in sets)}. {runs_words(suite.runs)} "
+        f"Bold marks a score that is clearly best for a method.{f' The ood score is {definitions}.' if definitions else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
-    return marked_table(f"{suite.title}: outliers by every score", caption, columns, values)
+    return marked_table(f"{suite.title}: outliers by every score", caption, columns, rows)
 
 
-def _scores(suite: SuiteResults, numbers: Numbers, outlier_set: SetInfo) -> Table:
+def _scores(suite: SuiteResults, numbers: Numbers, info: SetInfo) -> Table:
     caption = (
-        "In %. AUPR treats test data (in) or outliers (out) as the positive class. FPR95 is the share of outliers accepted at the "
-        "threshold that accepts 95 % of the test data. FPR95 out is the share of test data rejected at the threshold that rejects "
-        "95 % of the outliers."
+        f"In %. {POSITIVES} FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data; FPR95 out, the "
+        f"share of test data rejected at the threshold that rejects 95 % of the outliers."
     )
-    return _every_score(
-        f"{outlier_set.title}: every method by every score",
-        caption,
-        suite,
-        numbers,
-        columns_on(outlier_set.name, SCORED),
-    )
+    title = f"{info.title}: every method by every score"
+    return _every_score(title, caption, suite, numbers, columns_on(info.name, SCORED))
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
@@ -287,36 +286,33 @@ OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in",
 
 def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
     columns: list[Column] = []
-    shown: list[SetInfo] = []
-    for kind, listed in NEAR_AND_FAR.get(suite.name, {}).items():
-        sets = [suite.sets[name] for name in listed if name in suite.sets]
-        group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
+    counts: list[str] = []
+    for kind, names in NEAR_AND_FAR.get(suite.name, {}).items():
+        sets = [suite.sets[name] for name in names if name in suite.sets]
+        group = f"{kind}: {', '.join(info.title for info in sets)}"
+        quantities = {metric: Quantity(tuple(info.name for info in sets), metric) for metric in OPENOOD_METRICS}
         columns += [
-            replace(SCORED[key], name=name, group=group, quantity=Quantity(names, key))
-            for key, name in OPENOOD_METRICS.items()
+            replace(SCORED[metric], name=OPENOOD_METRICS[metric], group=group, quantity=quantity)
+            for metric, quantity in quantities.items()
         ]
-        shown += sets
-    counts = ", ".join(f"{one.count:,} from {one.title}" for one in shown)
+        counts += [f"{info.count:,} from {info.title}" for info in sets]
     caption = (
-        f"In %. {runs_words(suite.runs)} Numbers are means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share "
-        f"of test data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as "
-        f"the positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from "
-        f"features and logits. The set-up differs from that of OpenOOD in several ways. The architecture is {suite.network}, not "
-        f"ResNet-18, and DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier "
-        f"images ({counts}) include none from Textures or Places365. TinyImageNet classes that also occur in CIFAR-10 (according to "
-        f"our own list) are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside "
-        f"published ones."
+        f"In %. {runs_words(suite.runs)} Means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test data "
+        f"rejected at the threshold that rejects 95 % of the outliers. {POSITIVES} The rows for MAP and DE include the scores computed "
+        f"from features and logits. These numbers should not be ranked alongside published ones: the architecture is {suite.network}, "
+        f"not ResNet-18; DE and MoLA use {suite.components} networks; the {suite.test.count:,} test images and the outliers "
+        f"({', '.join(counts)}) differ, with none from Textures or Places365 and without TinyImageNet classes that also occur in "
+        f"CIFAR-10 (according to our own list); and no score was tuned on outliers."
     )
-    title = f"{suite.title}: near and far outliers, as in OpenOOD"
-    return _every_score(title, caption, suite, numbers, columns)
+    return _every_score(f"{suite.title}: near and far outliers, as in OpenOOD", caption, suite, numbers, columns)
 
 
 # --- additional measures ---------------------------------------------------------------------------------------------
 
 
 def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
-    named = ("in-scope accuracy", "out-of-scope recall")
-    columns = [Column(name, better="high", quantity=Quantity("rejection", f"{name}, {{}}")) for name in named]
+    names = ("in-scope accuracy", "out-of-scope recall")
+    columns = [Column(name, better="high", quantity=Quantity("rejection", f"{name}, {{}}")) for name in names]
     caption = (
         f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold chosen to maximise the number of "
         f"correctly handled validation requests (3000 in scope and 100 out of scope). The in-scope accuracy treats rejected requests "
@@ -326,7 +322,11 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
 
 
 def _people(suite: SuiteResults) -> Table | None:
-    methods = {name: found for name, found in suite.runs.items() if any("people" in one.measures for one in found)}
+    methods = {
+        method: records
+        for method, records in suite.runs.items()
+        if any("people" in record.measures for record in records)
+    }
     if not methods:
         return None
     columns = [
@@ -350,14 +350,16 @@ def _people(suite: SuiteResults) -> Table | None:
 
 def ablation_groups(suite: SuiteResults) -> list[str]:
     """Return the names of a suite's ablations: first the known ablations in page order, then all others."""
-    found = [group for group in suite.groups if group != MAIN]
-    return [group for group in GROUP_TITLES if group in found] + [group for group in found if group not in GROUP_TITLES]
+    groups = [group for group in suite.groups if group != MAIN]
+    known = [group for group in GROUP_TITLES if group in groups]
+    return [*known, *(group for group in groups if group not in GROUP_TITLES)]
 
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
     methods = suite.groups[group]
-    numbers, sets = Numbers(methods), shared_outliers(suite.sets, methods)
-    outliers = tuple(one.name for one in sets)
+    numbers = Numbers(methods)
+    sets = shared_outliers(suite.sets, methods)
+    outliers = tuple(info.name for info in sets)
     columns = [
         Column("NLL", "test", "low", 4, Quantity("test", "nll")),
         Column("ECE %", "test", "low", 2, Quantity("test", "ece"), 100),
@@ -369,17 +371,12 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         Column("MMC %", "outliers", "low", 1, Quantity(outliers, "confidence"), 100),
         Column("AUROC", "outliers", "high", 2, Quantity(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
-    along = (
-        f" Columns for shifted data show means over all levels of {suite.shift_title}."
-        if suite.of_role("shift")
-        else ""
-    )
-    every = len(sets) == len(suite.of_role("outlier"))
-    caption = (
-        f"{runs_words(methods)}{along} Columns for outliers show means over "
-        f"{'all outlier sets' if every else 'the following sets: ' + ', '.join(one.title for one in sets)}. AUROC is computed "
-        f"from the confidence."
-    )
+    averaged = "all outlier sets"
+    if len(sets) < len(suite.of_role("outlier")):
+        averaged = ", ".join(info.title for info in sets)
+    if suite.of_role("shift"):
+        averaged = f"all levels of {suite.shift_title}, and over {averaged}"
+    caption = f"{runs_words(methods)} Columns beside the test data show means over {averaged}. AUROC is computed from the confidence."
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
 
 
@@ -393,27 +390,28 @@ def _settings(suite: SuiteResults) -> Table:
     for group in [MAIN, *ablation_groups(suite)]:
         for method, records in suite.groups.get(group, {}).items():
             settings = records[0].settings
-            others = [f"{key} {_plain(value)}" for key, value in settings.items() if key not in SETTINGS]
-            tuned = [_range(record.chosen.get(key) for record in records) for key in TUNED]
-            rows[method] = [*(_plain(settings.get(key)) for key in SETTINGS), ", ".join(others), *tuned]
-    kept = [index for index in range(len(headings)) if any(row[index] for row in rows.values())]
-    columns = [Column(headings[index]) for index in kept]
-    values = {method: [row[index] for index in kept] for method, row in rows.items()}
+            others = [f"{name} {_plain(value)}" for name, value in settings.items() if name not in SETTINGS]
+            tuned = [_range(record.chosen.get(name) for record in records) for name in TUNED]
+            rows[method] = [*(_plain(settings.get(name)) for name in SETTINGS), ", ".join(others), *tuned]
+    filled = [index for index in range(len(headings)) if any(row[index] for row in rows.values())]
+    columns = [Column(headings[index]) for index in filled]
+    values = {method: [row[index] for index in filled] for method, row in rows.items()}
     caption = "Ranges extend from the smallest to the largest value over components and runs."
     return marked_table(f"{suite.title}: settings and tuned values", caption, columns, values)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return ", ".join(_plain(one) for one in value)
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        return ", ".join(map(_plain, value))
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _range(values: Iterable[Any]) -> str:
-    # Return the range of all the given numbers; each value is a number, a list of numbers, or None.
-    numbers = [
-        number for value in values for number in (value if isinstance(value, list) else [value]) if number is not None
-    ]
+    # Return the range of all numbers; each value is a number, a list of numbers, or None.
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    numbers = [number for listed in lists for number in listed if number is not None]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))
 
@@ -428,24 +426,25 @@ to LLLA."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:
-    here = {row["method"]: row for row in suite.cost["rows"]}
+    costs = {row["method"]: row for row in suite.cost["rows"]}
+    if not costs:
+        return None
     columns: list[Column] = []
-    values: dict[str, list[Number]] = {method: [] for method in here}
-    for index, (group, unit, entry, factor, base) in enumerate(COSTS):
+    rows: dict[str, list[Number]] = {method: [] for method in costs}
+    for index, (group, unit, key, factor, base) in enumerate(COSTS):
         ratio = f"\N{MULTIPLICATION SIGN} {base}"
         columns += [Column(name, group=group, digits=2) for name in (unit, ratio, f"paper {ratio}")]
-        ours = {method: None if row[entry] is None else factor * row[entry] for method, row in here.items()}
-        paper = {method: costs[index] for method, costs in paper_numbers.COST.items()}
-        for method, row in values.items():
-            row += [ours[method], *(_ratio(costs.get(method), costs.get(base)) for costs in (ours, paper))]
+        ours = {method: None if cost[key] is None else factor * cost[key] for method, cost in costs.items()}
+        paper = {method: published[index] for method, published in paper_numbers.COST.items()}
+        for method, row in rows.items():
+            row += [ours[method], *(_ratio(values.get(method), values.get(base)) for values in (ours, paper))]
     settings = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in suite.cost["settings"].items())
     caption = (
-        f"Measured in one run{f' (settings: {settings})' if settings else ''}. Columns marked \N{MULTIPLICATION SIGN} show the "
-        f"ratio to MAP, or to LLLA for fitting, because MAP requires no fitting. The 'paper' columns give the same ratios from the "
-        f"paper's table ({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
+        f"Measured in one run{f' (settings: {settings})' if settings else ''}. The 'paper' columns give the ratios in the paper "
+        f"({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
-    return marked_table(f"{suite.title}: cost", caption, columns, values) if here else None
+    return marked_table(f"{suite.title}: cost", caption, columns, rows)
 
 
-def _ratio(mine: float | None, base: float | None) -> float | None:
-    return mine / base if mine is not None and base else None
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

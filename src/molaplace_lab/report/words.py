@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from molaplace.evaluation import SAME
-from molaplace.report.numbers import Quantity
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.words import Finding
 from molaplace_lab.report.reading import SuiteResults
-from molaplace_lab.report.runs import BY_CONFIDENCE, Numbers, is_clear, shared_outliers
+from molaplace_lab.report.runs import Numbers, is_clear, shared_outliers
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 """Pairs of a method and the ensemble with which it is compared."""
@@ -18,13 +18,13 @@ def suite_findings(suite: SuiteResults) -> list[Finding]:
         return []
     numbers = Numbers(suite.runs)
     findings = [
-        _compared(suite, numbers, method, base) for method, base in COMPARED if {method, base} <= suite.runs.keys()
+        _comparison(suite, numbers, method, base) for method, base in COMPARED if {method, base} <= suite.runs.keys()
     ]
     return [finding for finding in findings if finding is not None]
 
 
-def _compared(suite: SuiteResults, numbers: Numbers, method: str, base: str) -> Finding | None:
-    outliers = tuple(outlier_set.name for outlier_set in shared_outliers(suite.sets, suite.runs))
+def _comparison(suite: SuiteResults, numbers: Numbers, method: str, base: str) -> Finding | None:
+    outliers = tuple(info.name for info in shared_outliers(suite.sets, suite.runs))
     # Each entry consists of a name, a quantity, a sign (1 if higher is better), the number of decimals and a unit factor.
     quantities = (
         ("log loss on test data", Quantity("test", "nll"), -1, 4, 1),
@@ -34,20 +34,22 @@ def _compared(suite: SuiteResults, numbers: Numbers, method: str, base: str) -> 
         ("mean confidence in outliers (%)", Quantity(outliers, "confidence"), -1, 1, 100),
         ("AUROC of confidence (%)", Quantity(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
     )
+    equal: list[str] = []
     better: list[str] = []
     worse: list[str] = []
-    same: list[str] = []
     for name, quantity, sign, digits, factor in quantities:
-        estimates = numbers(quantity, factor)
-        if (mine := estimates[method]) is None or (theirs := estimates[base]) is None:
+        means = numbers(quantity, factor)
+        mean = means[method]
+        base_mean = means[base]
+        if mean is None or base_mean is None:
             continue
-        gap = mine.minus(theirs)
+        gap = mean.minus(base_mean)
         if abs(gap.value) < SAME:
-            same.append(name)
+            equal.append(name)
         elif is_clear(gap):
-            words = f"{name} {mine.value:.{digits}f} against {theirs.value:.{digits}f}"
+            words = f"{name} {mean.value:.{digits}f} against {base_mean.value:.{digits}f}"
             (better if sign * gap.value > 0 else worse).append(words)
-    parts = [f"{method} equals {base} in {', '.join(same)}."] if same else []
+    parts = [f"{method} equals {base} in {', '.join(equal)}."] if equal else []
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
     return Finding(f"{method} and {base}", " ".join(parts)) if parts else None
@@ -55,9 +57,9 @@ def _compared(suite: SuiteResults, numbers: Numbers, method: str, base: str) -> 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
     """Return the remarks shown below the results of a suite: data, tuning and computing time."""
-    records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
-    sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}
+    records = [record for methods in suite.groups.values() for runs in methods.values() for record in runs]
+    sets = "; ".join(f"{info.title} {info.count}" for info in suite.sets.values() if info.role != "shift")
+    notes = dict.fromkeys(str(note) for record in records for note in record.chosen.get("notes", []))
     seconds = sum(sum(record.seconds.values()) for record in records)
     return [
         f"Data: {sets}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,23 +19,27 @@ from molaplace_lab.report.tables import suite_tables
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = no_progress) -> Path:
     """Write `index.html`, `tables.md`, `tables.tex`, and `figures/<suite>-<name>.svg` and `.png`; return the path of the page."""
-    figures = {(suite.name, name): figure for suite in suites for name, figure in suite_figures(suite).items()}
-    files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in figures}
+    planned = {suite.name: suite_figures(suite) for suite in suites}
+    files = {(suite, name): _file_name(suite, name) for suite, figures in planned.items() for name in figures}
+    made_by = f"Made by `python -m molaplace_lab report {' '.join(planned)}` with molaplace {mola.__version__}."
     with writing_to(directory):
-        drawn = draw_figures({files[key]: figure for key, figure in figures.items()}, directory, progress)
+        drawn = draw_figures({file: planned[suite][name] for (suite, name), file in files.items()}, directory, progress)
         reports = [
             SuiteReport(
-                suite, suite_tables(suite), {key[1]: drawn[files[key]] for key in figures if key[0] == suite.name}
+                suite, suite_tables(suite), {name: drawn[files[suite.name, name]] for name in planned[suite.name]}
             )
             for suite in suites
         ]
-        made_by = f"Made by `python -m molaplace_lab report {' '.join(suite.name for suite in suites)}` with molaplace {mola.__version__}."
         texts = {
             "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
             "tables.tex": "\n".join(as_latex(table) for report in reports for table in report.tables.values()),
             "index.html": suites_page(reports, made_by),
         }
         return write_texts(texts, directory)
+
+
+def _file_name(suite: str, name: str) -> str:
+    return re.sub(r"[^\w]|_", "-", f"{suite}-{name}")
 
 
 def _markdown(report: SuiteReport) -> list[str]:
