@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from molaplace.decisions.sets import PredictionSets, prediction_sets
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, outlier_scores, regression_scores
-from molaplace.evaluation.columns import LEVELS, DenseRows, flatten_positions
+from molaplace.evaluation.columns import LEVELS, flatten_positions
 from molaplace.likelihoods import ClassificationLikelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
-from molaplace.prediction import RegressionPrediction
+from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.rules.held_out import HeldOut
 from molaplace.settings import Settings
 
@@ -98,75 +99,48 @@ class EvaluatedMethods:
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         head = self.posterior.components[0].head
-        options: dict[str, Any] = {
-            "ignore_index": IGNORE_INDEX if head is None else head.ignore_index,
-            "positions": POSITIONS,
-            "first": columns[self.own].count,
-        }
-        whole, labels_of_rows, rows = flatten_positions(whole, labels, "the test data", **options)
-        single, _, _ = flatten_positions(single, labels, "the test data", **options)
-        for method, factor in self.alone.items():
-            self._add_alone(columns[method], method, factor, whole, labels_of_rows, rows)
-        for method, prediction in {LAPLACE: single, self.own: whole}.items():
-            self._add_laplace(columns[method], prediction, labels_of_rows, rows, decided=method == self.own)
-
-    def _add_alone(
-        self,
-        columns: PredictionColumns,
-        method: str,
-        factor: Any,
-        whole: Any,
-        labels: Tensor | None,
-        rows: DenseRows | None,
-    ) -> None:
-        count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
         where = "the test data"
+        flatten = partial(
+            flatten_positions,
+            where=where,
+            ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
+            positions=POSITIONS,
+            first=columns[self.own].count,
+        )
+        single, _, _ = flatten(single, labels)
+        whole, labels, rows = flatten(whole, labels)
+        predictions = {method: self._without_laplace(method, whole) for method in self.alone}
+        for method, prediction in {**predictions, LAPLACE: single, self.own: whole}.items():
+            sets = None
+            intervals = None
+            if method == self.own:
+                sets = None if self.sets is None else self.sets(prediction)
+                intervals = {level: calibrated(prediction) for level, calibrated in self.intervals.items()}
+            scores = self._scores(prediction, laplace=method not in self.alone)
+            columns[method].add(
+                prediction, labels, scores=scores, sets=sets, intervals=intervals, rows=rows, detail=True, where=where
+            )
+
+    def _without_laplace(self, method: str, whole: Any) -> Any:
+        count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
+        factor = self.alone[method]
         if isinstance(whole, RegressionPrediction):
-            prediction = networks_alone(self.posterior, whole, count, factor)
-            scores = regression_scores(prediction, own=False)
-            columns.add(prediction, labels, scores=scores, rows=rows, detail=True, where=where)
-            return
+            return networks_alone(self.posterior, whole, count, factor)
         logits = whole.logit_mean[:count]
         weights = self.posterior.weights
         if method == LOGITS:
             logits = torch.tensordot(weights.to(logits), logits, 1)[None]
         logits = logits / (factor or 1.0)
         probs = mixed(weights, whole.likelihood.probabilities(logits))
-        scores = outlier_scores(probs, logits, weights if len(logits) > 1 else None, None, whole.likelihood)
-        columns.add_probabilities(probs, labels, scores, whole.likelihood, rows=rows, where=where)
+        return Prediction({"probs": probs, "logit_mean": logits}, likelihood=whole.likelihood)
 
-    def _add_laplace(
-        self,
-        columns: PredictionColumns,
-        prediction: Any,
-        labels: Tensor | None,
-        rows: DenseRows | None,
-        *,
-        decided: bool,
-    ) -> None:
-        sets = None
-        intervals = None
+    def _scores(self, prediction: Any, *, laplace: bool) -> dict[str, Tensor]:
         if isinstance(prediction, RegressionPrediction):
-            scores = regression_scores(prediction)
-            if decided:
-                intervals = {level: calibrated(prediction) for level, calibrated in self.intervals.items()}
-        else:
-            weights = self.posterior.weights if len(prediction.logit_mean) > 1 else None
-            scores = outlier_scores(
-                prediction.probs, prediction.logit_mean, weights, prediction.ood_score, prediction.likelihood
-            )
-            if decided and self.sets is not None:
-                sets = self.sets(prediction)
-        columns.add(
-            prediction,
-            labels,
-            scores=scores,
-            sets=sets,
-            intervals=intervals,
-            rows=rows,
-            detail=True,
-            where="the test data",
-        )
+            return regression_scores(prediction, own=laplace)
+        logits = prediction.logit_mean
+        weights = self.posterior.weights if len(logits) > 1 else None
+        own_score = prediction.ood_score if laplace else None
+        return outlier_scores(prediction.probs, logits, weights, own_score, prediction.likelihood)
 
 
 def tune_methods(
