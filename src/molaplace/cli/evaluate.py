@@ -36,18 +36,9 @@ from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder, finish
 from molaplace.distributed import Team, join
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.evaluation import (
-    Comparison,
-    MethodResult,
-    PredictionColumns,
-    SetInfo,
-    labelled_leads,
-    labelled_result,
-    outlier_leads,
-    outlier_result,
-)
-from molaplace.evaluation.comparison import AnswerResult, DecisionResult, IntervalResult
-from molaplace.evaluation.results import differences, known_error, mean_column, risk_curve, set_result
+from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare
+from molaplace.evaluation.comparison import AnswerResult, DecisionResult
+from molaplace.evaluation.results import interval_result, risk_curve, set_result
 from molaplace.posterior import MoLA
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import Table, print_table
@@ -155,19 +146,16 @@ def run_evaluate(
     """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""
     began = time.perf_counter()
     test = options.test
-    outliers = options.ood
+    names = [test, *options.ood]
     posterior = fitted.posterior
-    if len({test, *outliers}) <= len(outliers):
-        raise OptionError(
-            f"each data set can be given only once; got {', '.join([test, *outliers])}. Remove the repeated name."
-        )
+    if len(set(names)) < len(names):
+        raise OptionError(f"each data set can be given only once; got {', '.join(names)}. Remove the repeated name.")
     skipped = SkippedInputs()
     team = team or Team.single()
-    steps = 2 + len(outliers)
 
     def loader(source: Dataset, doing: str, step: int, *, labelled: bool) -> Loader:
         def on_share(share: float) -> None:
-            progress(doing, (step + share) / steps)
+            progress(doing, (step + share) / (1 + len(names)))
 
         on_share(0.0)
         return Loader(source, skipped, options.strict, labelled, on_share, team)
@@ -176,7 +164,7 @@ def run_evaluate(
     for warning in warnings:
         warn(warning)
     # All sets are opened first, so that a wrong name is reported immediately.
-    sources = {name: fitted.open_dataset(name, labelled=name == test, by_user=True) for name in (test, *outliers)}
+    sources = {name: fitted.open_dataset(name, labelled=name == test, by_user=True) for name in names}
     tuned_on = options.val or fitted.job.val
     held_out = None
     if tuned_on is not None:
@@ -195,25 +183,15 @@ def run_evaluate(
     }
     progress("done", 1.0)
     classes = output_names(fitted)
-    return Comparison(
-        title=test,
-        sets={name: _set_info(posterior, name, options, by_method[methods.own]) for name, by_method in columns.items()},
-        methods={
-            method: MethodResult(
-                chosen=methods.tuned(method),
-                labelled={test: labelled_result(columns[test][method], classes=classes)},
-                outliers={name: outlier_result(columns[test][method], columns[name][method]) for name in outliers},
-            )
-            for method in methods.names
-        },
+    return compare(
+        test,
+        [_set_info(posterior, name, options, by_method[methods.own]) for name, by_method in columns.items()],
+        columns,
+        {method: methods.tuned(method) for method in methods.names},
         classes=classes,
-        leads={test: labelled_leads(columns[test])}
-        | {name: outlier_leads(columns[test], columns[name]) for name in outliers},
         notes=(*notes, *warnings),
         left_out=skipped.together(team).left_out,
         decisions=_decisions(fitted, methods, columns[test], classes),
-        regression=not posterior.likelihood.classification,
-        differences=differences(columns[test], methods.own),
         made={
             "components": len(posterior.components),
             "posterior": str(fitted.folder),
@@ -246,13 +224,12 @@ def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, columns: Pre
     last = Path(name).name
     unique = [Path(other).name for other in options.ood].count(last) == 1
     title = last if last and unique else name
-    if name != options.test:
-        parts = "position" if posterior.is_dense else ""
-        return SetInfo(name, title, "outlier", len(columns.scores), 0.0, parts, columns.count if parts else None)
-    if columns.data.groups is None:
-        return SetInfo(name, title, "test", len(columns.data))
+    table = columns.data if name == options.test else columns.scores
+    role: Role = "test" if name == options.test else "outlier"
+    if table.groups is None:
+        return SetInfo(name, title, role, len(table))
     parts = "position" if posterior.is_dense else "label"
-    return SetInfo(name, title, "test", len(columns.data), 0.0, parts, columns.count)
+    return SetInfo(name, title, role, len(table), 0.0, parts, columns.count)
 
 
 def _repeated_data(fitted: PosteriorFolder, test: str, val: str | None) -> list[str]:
@@ -279,36 +256,34 @@ def _decisions(
     # Compare the guarantees derived from the validation data with the rates measured on the test data.
     limit = alarm(fitted, None)
     likelihood = fitted.posterior.likelihood
-    classification = likelihood.classification
-    if limit is None or (classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)):
+    if limit is None or (
+        likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
+    ):
         return None
-    data = on_test[methods.own].data
-    outlying = on_test[methods.own].scores["ood score"] > limit
-    intervals = []
-    for level in methods.intervals:
-        covered = mean_column(data, f"calibrated[{level}]")
-        width = mean_column(data, f"calibrated width[{level}]")
-        intervals.append(IntervalResult(level, covered.value, known_error(covered), width.value))
-    curves = [name for name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if classification and name in on_test]
+    own = on_test[methods.own]
+    outlying = own.scores["ood score"] > limit
+    curves: dict[str, list[list[float]]] = {}
+    answers: list[AnswerResult] = []
+    if likelihood.classification:
+        named = [name for name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if name in on_test]
+        curves = {name: risk_curve(on_test[name].data) for name in named}
+        answers = [_answers_at(fitted, rate, own.data, outlying) for rate in ERROR_RATES]
     return DecisionResult(
         false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
         alarms=float(outlying.double().mean()),
-        curves={name: risk_curve(on_test[name].data) for name in curves},
-        answers=[_answers_at(fitted, rate, on_test[methods.own], outlying) for rate in ERROR_RATES]
-        if classification
-        else [],
-        sets=set_result(data, COVERAGE, classes) if "set size" in data else None,
-        intervals=intervals,
+        curves=curves,
+        answers=answers,
+        sets=set_result(own.data, COVERAGE, classes) if "set size" in own.data else None,
+        intervals=[interval_result(own.data, level) for level in methods.intervals],
     )
 
 
-def _answers_at(fitted: PosteriorFolder, rate: float, predictions: PredictionColumns, outlying: Tensor) -> AnswerResult:
+def _answers_at(fitted: PosteriorFolder, rate: float, data: Columns, outlying: Tensor) -> AnswerResult:
     try:
         threshold = make_decisions(fitted, error_rate=rate).answer
     except OptionError as error:
         return AnswerResult(rate, CERTAINTY, None, why=error.message)
     assert threshold is not None
-    data = predictions.data
     answered = (data["confidence"] > float(threshold)) & ~outlying
     wrong = float(1 - data["correct"][answered].mean()) if bool(answered.any()) else None
     return AnswerResult(rate, CERTAINTY, float(threshold), float(answered.double().mean()), wrong)

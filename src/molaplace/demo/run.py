@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.calibration import temperature_scaled
 from molaplace.demo.data import (
-    CLASSES,
     Digits,
     load_digits,
     natural_patches,
@@ -34,15 +33,10 @@ from molaplace.errors import collect_warnings
 from molaplace.evaluation import (
     NUM_EXAMPLES,
     Comparison,
-    MethodResult,
     Pictures,
     PredictionColumns,
     SetInfo,
-    examples_of,
-    labelled_leads,
-    labelled_result,
-    outlier_leads,
-    outlier_result,
+    compare,
     outlier_scores,
 )
 from molaplace.metrics import mean_confidence
@@ -183,47 +177,33 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
 def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Comparison:
     """Score fitted methods on the original and rotated test digits, and on outliers."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
-    levels = {name: float(angle) for angle, name in names.items()}
-    labelled = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
+    rotated = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
     columns = {
-        name: {method: _columns(posterior, inputs, digits.test.labels) for method, posterior in methods.items()}
-        for name, inputs in labelled.items()
-    }
-    columns |= {
-        name: {method: _columns(posterior, inputs, None) for method, posterior in methods.items()}
-        for name, inputs in outliers.items()
+        name: {
+            method: _columns(posterior, inputs, digits.test.labels if name in rotated else None)
+            for method, posterior in methods.items()
+        }
+        for name, inputs in {**rotated, **outliers}.items()
     }
     sets = [
         SetInfo("train", "train", "train", len(digits.train)),
         SetInfo("validation", "validation", "validation", len(digits.val)),
-        *(SetInfo(name, name, "shift" if level else "test", len(digits.test), level) for name, level in levels.items()),
+        *(
+            SetInfo(name, name, "shift" if angle else "test", len(digits.test), float(angle))
+            for angle, name in names.items()
+        ),
         *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in outliers.items()),
     ]
-    notes = [
-        f"{method}: {note}"
-        for method, posterior in methods.items()
-        if posterior.tuning is not None
-        for note in posterior.tuning.notes
-    ]
-    pictured = {names[angle]: labelled[names[angle]] for angle in PICTURED_ANGLES}
+    tunings = {method: posterior.tuning for method, posterior in methods.items() if posterior.tuning is not None}
+    pictured = {name: rotated[name] for name in (names[angle] for angle in PICTURED_ANGLES)}
     pictured |= {name: outliers[name] for name in NEAR}
-    return Comparison(
-        title="digits",
-        sets={info.name: info for info in sets},
-        methods={
-            method: MethodResult(
-                chosen=_tuned(posterior),
-                labelled={name: labelled_result(columns[name][method], level) for name, level in levels.items()},
-                outliers={name: outlier_result(columns[TEST][method], columns[name][method]) for name in outliers},
-                examples={name: examples_of(by_method[method]) for name, by_method in columns.items()},
-            )
-            for method, posterior in methods.items()
-        },
-        classes=tuple(str(label) for label in range(CLASSES)),
-        leads={name: labelled_leads(columns[name]) for name in labelled}
-        | {name: outlier_leads(columns[TEST], columns[name]) for name in outliers},
+    return compare(
+        "digits",
+        sets,
+        columns,
+        {method: _tuned(posterior) for method, posterior in methods.items()},
         pictures={name: _pictures(inputs[:NUM_EXAMPLES]) for name, inputs in pictured.items()},
-        notes=tuple(notes),
+        notes=tuple(f"{method}: {note}" for method, tuning in tunings.items() for note in tuning.notes),
         made={"parameters": sum(parameter.numel() for parameter in methods["MAP"].networks[0].parameters())},
     )
 

@@ -28,6 +28,7 @@ from molaplace.evaluation.evaluate import Evaluation, evaluate
 from molaplace.evaluation.results import (
     METRICS,
     NUM_EXAMPLES,
+    compare,
     examples_of,
     labelled_leads,
     labelled_result,
@@ -58,6 +59,7 @@ __all__ = [
     "PredictionColumns",
     "Role",
     "SetInfo",
+    "compare",
     "evaluate",
     "examples_of",
     "labelled_leads",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,16 @@ from molaplace.evaluation.columns import (
 )
 from molaplace.evaluation.comparison import (
     CONFIDENCE_BINS,
+    Comparison,
     Examples,
+    IntervalResult,
     LabelledResult,
+    MethodResult,
     OutlierResult,
     OutputResult,
+    Pictures,
     RegressionDetail,
+    SetInfo,
     SetResult,
 )
 from molaplace.evaluation.estimates import (
@@ -101,26 +107,18 @@ def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
     """
     data = predictions.data
     if "square" in data:
-        coverages = {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
-        widths = {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
-        names = {"nll": "nll", "crps": "crps", "std": "std", **coverages, **widths}
-        rmse = root_mean_of(data["square"], data.groups)
-        return {"rmse": rmse} | {name: mean_column(data, column) for name, column in names.items() if column in data}
-    measurements = _classified(data)
-    area = None
+        measurements = {"rmse": root_mean_of(data["square"], data.groups)}
+        names = {"nll": "nll", "crps": "crps", "std": "std"}
+        names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
+        names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
+    else:
+        measurements = {"ece": calibration_error(data["confidence"], data["correct"], groups=data.groups)}
+        names = {"accuracy": "correct", "nll": "nll", "brier": "brier", "confidence": "confidence"}
+    measurements |= {name: mean_column(data, column) for name, column in names.items() if column in data}
     if "output" in data:
         area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
-    return measurements if area is None else {**measurements, "auroc": area}
-
-
-def _classified(data: Columns) -> dict[str, Measurement]:
-    return {
-        "accuracy": mean_column(data, "correct"),
-        "nll": mean_column(data, "nll"),
-        "brier": mean_column(data, "brier"),
-        "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
-        "confidence": mean_column(data, "confidence"),
-    }
+        measurements |= {} if area is None else {"auroc": area}
+    return measurements
 
 
 def separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, dict[str, Measurement]]:
@@ -254,7 +252,7 @@ def _overlaps(data: Columns, classes: int) -> Tensor:
 def _by_type(data: Columns, types: Sequence[str]) -> dict[str, dict[str, float]]:
     by_type = {}
     for first, name in enumerate(types[: len(data)]):
-        values = _values(_classified(data.rows(slice(first, None, len(types)))))
+        values = _values(measured(PredictionColumns(data.rows(slice(first, None, len(types))))))
         # Six digits suffice for metrics on a few hundred examples and keep files small.
         by_type[name] = {metric: float(f"{values[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return by_type
@@ -285,6 +283,13 @@ def set_result(data: Columns, promised: float, classes: Sequence[str]) -> SetRes
         empty=float((data["set size"] == 0).double().mean()),
         classes={classes[label]: by_class[label] for label in counts.nonzero().flatten().tolist()},
     )
+
+
+def interval_result(data: Columns, level: float) -> IntervalResult:
+    """Return the coverage and width of the calibrated intervals at one level on labelled data."""
+    covered = mean_column(data, f"calibrated[{level}]")
+    width = mean_column(data, f"calibrated width[{level}]")
+    return IntervalResult(level, covered.value, known_error(covered), width.value)
 
 
 def examples_of(predictions: PredictionColumns) -> Examples:
@@ -370,7 +375,58 @@ def outlier_result(inliers: PredictionColumns, outliers: PredictionColumns, *, d
     )
 
 
-# --- the best methods ------------------------------------------------------------------------------------------------
+# --- several methods --------------------------------------------------------------------------------------------------
+
+
+def compare(
+    title: str,
+    sets: Sequence[SetInfo],
+    columns: Mapping[str, Mapping[str, PredictionColumns]],
+    chosen: Mapping[str, dict[str, Any]],
+    *,
+    classes: Sequence[str] = (),
+    pictures: Mapping[str, Pictures] | None = None,
+    **entries: Any,
+) -> Comparison:
+    """Return the results of several methods on the same sets.
+
+    Args:
+        title: title of the comparison.
+        sets: the sets; those with the role "train" or "validation" need no predictions.
+        columns: predictions by set name and method.
+        chosen: tuned values of each method; the last method is the one that the comparison is about.
+        classes: names of the classes or outputs; adds results for each of them.
+        pictures: the first few images of some sets, by set name; adds the predictions for them.
+        entries: further fields of the comparison.
+    """
+    pictures = pictures or {}
+    levels = {info.name: info.level for info in sets if info.role in ("test", "shift")}
+    outliers = [info.name for info in sets if info.role == "outlier"]
+    inliers = columns[next(info.name for info in sets if info.role == "test")]
+    methods = {
+        method: MethodResult(
+            chosen=values,
+            labelled={
+                name: labelled_result(columns[name][method], level, classes=classes) for name, level in levels.items()
+            },
+            outliers={name: outlier_result(inliers[method], columns[name][method]) for name in outliers},
+            examples={name: examples_of(columns[name][method]) for name in pictures},
+        )
+        for method, values in chosen.items()
+    }
+    own = list(chosen)[-1]
+    return Comparison(
+        title=title,
+        sets={info.name: info for info in sets},
+        methods=methods,
+        classes=tuple(classes),
+        leads={name: labelled_leads(columns[name]) for name in levels}
+        | {name: outlier_leads(inliers, columns[name]) for name in outliers},
+        pictures=dict(pictures),
+        regression="square" in inliers[own].data,
+        differences=differences(inliers, own),
+        **entries,
+    )
 
 
 def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
@@ -389,14 +445,11 @@ def differences(
     """Return the nll (for regression, also rmse and crps) of every other method minus that of `reference`, with standard errors."""
     measurements = {method: measured(predictions) for method, predictions in methods.items()}
     base = measurements.pop(reference)
-    gaps = {
-        method: {name: metrics_of[name].minus(base[name]) for name in ("rmse", "nll", "crps") if name in base}
-        for method, metrics_of in measurements.items()
-    }
-    return {
-        method: {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
-        for method, by_metric in gaps.items()
-    }
+    gaps: dict[str, dict[str, tuple[float, float | None]]] = {}
+    for method, metrics_of in measurements.items():
+        by_metric = {name: metrics_of[name].minus(base[name]) for name in ("rmse", "nll", "crps") if name in base}
+        gaps[method] = {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
+    return gaps
 
 
 def outlier_leads(
@@ -417,8 +470,4 @@ def outlier_leads(
         (method,): mean_column(predictions.data, "confidence") for method, predictions in outliers.items()
     }
     by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outliers}
-    return {
-        "confidence": lead(confidence, "low"),
-        "max probability": lead(by_confidence, "high"),
-        **leads,
-    }
+    return {"confidence": lead(confidence, "low"), "max probability": lead(by_confidence, "high"), **leads}
