@@ -21,11 +21,6 @@ VARIANCE = "variance"
 """Names of the outlier scores for regression."""
 
 
-def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return one minus the largest probability (n,), averaged over the labels for multi-label data."""
-    return likelihood.distribution(probs).outlier_score()
-
-
 def max_logit_score(logits: Tensor) -> Tensor:
     """Return the negative of the largest logit along the last axis (Hendrycks et al., 2022)."""
     return -logits.amax(-1)
@@ -61,11 +56,6 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
     # The logits at a feature vector of norm 0 are the biases, which contain no information about the input.
     factors = torch.where(norms > 0, weights[:, None] / norms, 0)
     return -likelihood.margin(torch.einsum("kn,knc->nc", factors, means))
-
-
-def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Divide each network's logits (K, n, C) by the squared excess feature norm, and return their energies (K, n)."""
-    return likelihood.energy(means * (-2 * log_excess).exp()[..., None])
 
 
 def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:

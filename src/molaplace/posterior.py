@@ -24,7 +24,6 @@ from molaplace.outliers import (
     MAX_PROBABILITY,
     NORM,
     VARIANCE,
-    energies,
     far_field_score,
     outlier_score,
 )
@@ -187,7 +186,8 @@ class MoLA(LaplaceMixture):
         assert self.reference is not None  # mixtures with distances have a reference
         means = torch.stack(list(rows.outputs))
         weights = self.weights.to(means)
-        by_network = energies(means, self.reference.log_excess(logs[1]), self.likelihood)  # type: ignore[arg-type]
+        likelihood: Any = self.likelihood
+        by_network = likelihood.energy(means * (-2 * self.reference.log_excess(logs[1])).exp()[..., None])
         distance = self.reference.log_distance(logs[0], weights)
         return torch.cat([torch.stack([self._far_field(rows), weights @ by_network, distance]), by_network])
 

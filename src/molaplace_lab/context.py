@@ -12,7 +12,6 @@ from torch import Tensor
 
 import molaplace as mola
 from molaplace.likelihoods import Categorical
-from molaplace.outliers import max_probability_score
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations import ActivationCache, Network, fast_inputs
 from molaplace_lab.activations_file import BATCH, StoredActivations, TensorFile, write_rows
@@ -39,7 +38,7 @@ class StoredPrediction:
     def with_scores(self, predictors: int) -> BatchPrediction:
         """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
         total = entropy(self.probs)
-        scores = {"max probability": max_probability_score(self.probs, Categorical()), "entropy": total}
+        scores = {"max probability": Categorical().distribution(self.probs).outlier_score(), "entropy": total}
         if predictors > 1:
             scores["mutual information"] = (total - self.mean_entropy).clamp(min=0)
         return BatchPrediction(self.probs, scores)

@@ -19,7 +19,6 @@ import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Categorical
-from molaplace.outliers import max_probability_score
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
@@ -148,10 +147,10 @@ class LastLayerMethod:
         def predict(activations: ActivationSlice, with_scores: bool) -> BatchPrediction:
             if not (with_scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in activations.batches()])
-                return BatchPrediction(probs, {"max probability": max_probability_score(probs, Categorical())})
+                return BatchPrediction(probs, {"max probability": Categorical().distribution(probs).outlier_score()})
             prediction = posterior.predict(activations.batches(), progress=False)
             scores = {
-                "max probability": max_probability_score(prediction.probs, Categorical()),
+                "max probability": Categorical().distribution(prediction.probs).outlier_score(),
                 "entropy": entropy(prediction.probs),
                 "GEN": gen_score(prediction.probs),
             }

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
-from molaplace.network.calling import Inputs, call, check_network, unwrapped, without_autocast
+from molaplace.network.calling import Inputs, call, unwrapped, without_autocast
 from molaplace.network.dense import IGNORE_INDEX, Layout
 from molaplace.numerics import to_float64
 
@@ -206,7 +206,6 @@ def find_head(
         name: dotted name of the layer that must be the head; by default, the head is found automatically.
         likelihood: likelihood of the labels given the outputs, used to check the outputs.
     """
-    check_network(network)
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):
         raise HeadError(
