@@ -251,13 +251,19 @@ def test_edited_documents_are_refused(name, tmp_path):
         load_posterior(tmp_path, networks)
 
 
-@pytest.mark.parametrize("value", [None, torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"))], ids=str)
-@pytest.mark.parametrize("name", ["1.gram", "1.class_counts"])
+WRONG_SUMS = [torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("1.gram", None), *((name, value) for name in ("1.gram", "1.class_counts") for value in WRONG_SUMS)],
+    ids=str,
+)
 def test_replaced_tensors_are_refused(name, value, tmp_path):
     networks = three()
     posterior(networks).save(tmp_path)
     replace_tensor(tmp_path, name, value)
-    with pytest.raises(StorageError, match=r"1\.|component 1"):
+    with pytest.raises(StorageError, match=r"saved sums|Save the posterior again"):
         load_posterior(tmp_path, networks)
 
 

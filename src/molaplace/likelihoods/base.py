@@ -152,8 +152,7 @@ class Likelihood(ABC):
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return the Fisher information with respect to outputs (n, C): the expected Hessian of the negative log-likelihood.
 
-        The result does not depend on the values of the labels, but an output without a label has no curvature. Like `label_sums` and
-        `Structure.sums`, this method must also run on the meta device, where `mola.load` determines the shapes of the sums.
+        The result does not depend on the values of the labels, but an output without a label has no curvature.
         """
 
     @abstractmethod

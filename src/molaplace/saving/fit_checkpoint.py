@@ -97,14 +97,8 @@ class FitCheckpoint:
                     f"{self.folder} is a checkpoint from a fit with different {words}. Pass the networks and options of that "
                     f"fit, or delete the folder to start again."
                 )
-        damaged = [
-            name for name, tensor in tensors.items() if tensor.dtype != torch.float64 or not tensor.isfinite().all()
-        ]
-        if damaged or len(document["sums"]) != len(identity["networks"]):
-            raise StorageError(
-                f"{self.place} is damaged: expected finite float64 sums for {len(identity['networks'])} networks. "
-                f"Delete the folder to start again."
-            )
+        if len(document["sums"]) != len(identity["networks"]):
+            raise StorageError(f"{self.place} is damaged. Delete the folder to start again.")
         return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
@@ -154,7 +148,10 @@ def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Ten
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Return the sums of each component (the inverse of `pack_sums`)."""
+    """Return the sums of each component (the inverse of `pack_sums`); raise `StorageError` unless all are finite, in float64."""
+    damaged = [name for name, value in tensors.items() if value.dtype != torch.float64 or not value.isfinite().all()]
+    if damaged:
+        raise StorageError(f"the saved sums {damaged} are damaged: expected finite float64 values.")
     return [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},

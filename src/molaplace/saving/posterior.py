@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ from molaplace.errors import StorageError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
-from molaplace.network import Head, evaluating, head_by_name, state_checksum
+from molaplace.network import evaluating, head_by_name, state_checksum
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
-from molaplace.saving.schema import Optional, check
+from molaplace.saving.schema import Optional
 from molaplace.settings import Reference, Settings
 from molaplace.structures import STRUCTURES, Structure
-from molaplace.structures.distance import distance_sums
-from molaplace.sums import Sums
 from molaplace.weights import check_weights
 
 KIND = "posterior"
@@ -112,44 +110,15 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
                 options = {name: saved[name] for name in ("every_position", "dense_axes")}
                 options["ignore_index"] = int(saved["ignore_index"])
                 head = replace(head_by_name(network, saved["name"]), **options)
-                _check_sums(index, sums, _shapes(structure, likelihood, head, sums.tensors))
                 layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
                 components.append(Component(network, head, layer, likelihood))
         return MoLA(components, **unpack_mixture(document, len(components)))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"the saved posterior contains an invalid value: {error}") from error
-
-
-def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
-    # Return the shape of each sum. Summing over one datum on the meta device yields the shapes without using memory.
-    outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
-    phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
-    groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
-    expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
-    labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
-    distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
-    for optional in (labelled, distances):  # a posterior has either all or none of the sums in a group
-        expected |= optional if any(name in saved for name in optional) else {}
-    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
-
-
-def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
-    if sums.count < 1:
+    except StorageError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise StorageError(
-            f"component {index}: expected a data count of at least 1, got {sums.count}. Save the posterior again."
-        )
-    if shapes.keys() != sums.tensors.keys():
-        raise StorageError(
-            f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(sums.tensors)}. Save the posterior again."
-        )
-    for name, tensor in sums.tensors.items():
-        if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
-            raise StorageError(
-                f"tensor {index}.{name}: expected finite float64 values of shape {shapes[name]}, got shape "
-                f"{tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
-            )
+            f"{directory} contains no posterior for these networks: {error}. Save the posterior again."
+        ) from error
 
 
 def unpack_mixture(document: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -194,9 +163,6 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this version of molaplace supports {', '.join(known)}.")
     kind = known[entry["name"]]
-    # The constructor would accept a value of the wrong type, and the error would surface only much later.
-    types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
-    check(settings, {name: types[name] for name in settings if name in types}, what)
     return kind(**settings)
 
 

@@ -61,10 +61,11 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
     models, parts = as_networks(networks), document["components"]
     check_networks(models, [part["network"] for part in parts])
     try:
+        chosen = [tensors.pop(f"{index}.{CHOSEN}", None) for index in range(len(parts))]
         sums = unpack_sums(parts, tensors)
         components = [
-            _component(network, part, document["structure"], own)
-            for network, part, own in zip(models, parts, sums, strict=True)
+            _component(network, part, document["structure"], component_sums, indices)
+            for network, part, component_sums, indices in zip(models, parts, sums, chosen, strict=True)
         ]
         return WholeMoLA(components, **unpack_mixture(document, len(components)))
     except StorageError:
@@ -75,18 +76,11 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
         ) from error
 
 
-def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Sums) -> Component:
-    tensors = dict(saved.tensors)
+def _component(network: nn.Module, part: Mapping[str, Any], name: str, sums: Sums, chosen: Tensor | None) -> Component:
     layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in part["blocks"]))
-    if name == "subnetwork":
-        layout = replace(layout, chosen=_checked_places(tensors.pop(CHOSEN), layout.total))
+    if chosen is not None:
+        layout = replace(layout, chosen=_checked_indices(chosen, layout.total))
     structure = WholeStructure(layout, part["outputs"], one_of(name, NAMES, "structure"))
-    damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
-    if damaged or part["count"] < 1:
-        raise StorageError(
-            f"{damaged or 'the count'} is damaged: expected finite float64 sums over at least one datum. Save the posterior again."
-        )
-    sums = Sums(tensors, saved.count, saved.log_likelihood)
     component = make_component(network, structure, sums, CATEGORICAL)
     layer: Any = component.require_layer("loading")
     if layer.curvature.values.shape != layer.weights.shape:
@@ -96,7 +90,7 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
     return component
 
 
-def _checked_places(chosen: Tensor, size: int) -> Tensor:
+def _checked_indices(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
         raise StorageError(f"tensor 'chosen': expected increasing indices below {size}. Save the posterior again.")
