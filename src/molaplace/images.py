@@ -169,9 +169,14 @@ class FolderBatches:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List all image files in a folder and its subfolders, sorted by path; hidden files are excluded."""
-    visible = (path for path in folder.rglob("*") if not path.name.startswith("."))
-    return sorted(path for path in visible if path.suffix.lower() in ENDINGS and path.is_file())
+    """List all image files in a folder and its subfolders, sorted by path; hidden files and folders are excluded."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in ENDINGS
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def open_folder(
@@ -200,11 +205,15 @@ def open_folder(
     unknown = [path.name for path in subfolders if path.name not in names]
     if unknown:
         raise DataError(
-            f"{root} contains the subfolder {unknown[0]}, which is not one of the {len(names)} classes ({names[0]}, ...)."
+            f"{root} contains the subfolder {unknown[0]!r}, which is not one of the {len(names)} classes ({names[0]}, ...)."
+        )
+    if classes is not None and not subfolders:
+        raise DataError(
+            f"{root} has no subfolders, so its images have no labels. Put the images of each class in a separate subfolder."
         )
     number = {name: index for index, name in enumerate(names)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
-    if not subfolders and classes is None:
+    if not subfolders:
         listed = [(path, 0) for path in image_files(root)]
     if not listed:
         raise DataError(f"{root} contains no images. Expected files whose names end in {', '.join(sorted(ENDINGS))}.")

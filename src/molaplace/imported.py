@@ -37,13 +37,24 @@ def split_name(name: str) -> tuple[str, str]:
     return module, function
 
 
-def import_function(name: str) -> Any:
-    """Import `package.module:function`, which may be in the current folder. Exceptions raised by the user's code are not caught."""
+def import_function(name: str) -> Callable[..., Any]:
+    """Import `package.module:function`, which may be in the current folder.
+
+    Raises:
+        OptionError: the module or the function does not exist, or importing it fails.
+    """
     module_name, attribute = split_name(name)
     with _current_folder_first() as folder:
-        module = importlib.import_module(module_name)
-        function = getattr(module, attribute)
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # the user's code may raise any exception
+            raise OptionError(f"cannot import {name!r} ({type(error).__name__}: {error}).") from error
+        function = getattr(module, attribute, None)
         is_local = _is_in(sys.modules[module_name.partition(".")[0]], folder)
+    if not callable(function):
+        raise OptionError(
+            f"module {module_name!r} has no function {attribute!r}.{did_you_mean(attribute, dir(module))}"
+        )
     # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
     # do not hide installed packages.
     if is_local and folder not in sys.path:
@@ -52,26 +63,10 @@ def import_function(name: str) -> Any:
 
 
 def import_builder(name: str) -> Callable[[], nn.Module]:
-    """Import a class, or a function without arguments, that builds a network; see `import_function`.
-
-    Raises:
-        OptionError: the module or the function does not exist.
-    """
+    """Import a class, or a function without arguments, that builds a network; see `import_function`."""
     from torch import nn
 
-    module_name, attribute = split_name(name)
-    try:
-        function = import_function(name)
-    except ImportError as error:
-        where = ""
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
-            where = " The current folder and the installed packages were searched."
-        raise OptionError(f"cannot import {module_name!r} for the network {name!r}: {error}.{where}") from error
-    except AttributeError as error:
-        raise OptionError(
-            f"module {module_name!r} has no {attribute!r}. Expected a function that builds the network."
-            f"{did_you_mean(attribute, dir(sys.modules.get(module_name)))}"
-        ) from error
+    function = import_function(name)
 
     def build() -> nn.Module:
         with _current_folder_first():

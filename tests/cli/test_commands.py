@@ -54,7 +54,6 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, t
         code, out, err = mola_command(*arguments(workspace, folder))
         assert (code, out) == (1, "")
         assert words in err
-        assert "another --output" in err
         assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
@@ -127,7 +126,6 @@ FIT = ("fit", "--network", "mlp", "--train", "train", "--rule", "evidence")
         ("not a writable folder", ["fit", "--network", "mlp", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("contains other files", ["fit", "--network", "mlp", "--train", "train", "--val", "val", "-o", "."]),
         ("contains no posterior. Pass a folder written by `molaplace fit", ["info", "train"]),
-        ("--crop must be", [*FIT, "--resize", "32x32", "--crop", "64"]),
         ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
         ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),
         ("ends in .pt2", ["export", "POSTERIOR", "--torch", "a.txt"]),

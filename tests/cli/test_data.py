@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +39,11 @@ def spoil(folder: Path) -> dict[str, str]:
     (cat / "empty.png").write_bytes(b"")
     (cat / "text.jpg").write_text("no image")
     Image.fromarray(draw.integers(0, 255, (9, 6, 3)).astype(np.uint8)).save(cat / "tall.png")
-    Image.fromarray(draw.integers(0, 255, (6, 6, 3)).astype(np.uint8)).save(folder / "loose.png")
     return {
         "cat/corrupt.png": "cannot be decoded",
         "cat/empty.png": "cannot be decoded",
         "cat/text.jpg": "cannot be decoded",
         "cat/tall.png": "9 x 6 pixels",
-        "loose.png": "subfolder of a class",
     }
 
 
@@ -62,14 +59,12 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, t
     found = skipped.left_out[str(folder)]
     assert found.keys() == expected.keys()
     assert all(words in found[name] for name, words in expected.items())
-    assert len(skipped) == 5
+    assert len(skipped) == 4
     list(loader)
-    assert len(skipped) == 5, "read twice, counted once"
-    assert any("5 inputs left out" in line for line in skipped.lines())
-    assert any("and 2 more" in line for line in skipped.lines(shown=3))
-    with pytest.raises(
-        DataError, match=r"(cannot be decoded|pixels|subfolder).*with --strict, no input may be left out"
-    ):
+    assert len(skipped) == 4, "read twice, counted once"
+    assert any("4 inputs left out" in line for line in skipped.lines())
+    assert any("and 1 more" in line for line in skipped.lines(shown=3))
+    with pytest.raises(DataError, match=r"(cannot be decoded|pixels).*with --strict, no input may be left out"):
         list(Loader(loader.source, SkippedInputs(), strict=True))
 
 
@@ -97,16 +92,11 @@ def cut_array(root):
     (root / "set.npy").write_bytes((root / "set.npy").read_bytes()[:-20])
 
 
-def odd_archive(root):
-    with zipfile.ZipFile(root / "set.npz", "w") as archive:
-        archive.writestr("x.npy", b"nothing like an array")
-
-
 ROWS = np.zeros((2, 2))
 LABELS = np.zeros(2)
 NO_DATA = {
     # what is made in a folder, the data that are named there, and words of the error
-    "an empty folder": (lambda root: (root / "set").mkdir(), "set", "set contains no images"),
+    "an empty folder": (lambda root: (root / "set").mkdir(), "set", "set has no subfolders"),
     "an unknown kind": (lambda root: (root / "set").touch(), "set", "set has an unknown format"),
     "nothing": (lambda root: None, "set", "unknown data '.*set': the file or folder does not exist"),
     "a slip": (lambda root: (root / "train").mkdir(), "trian", "Did you mean 'train'"),
@@ -116,22 +106,20 @@ NO_DATA = {
         "set",
         "the subfolder 'sets'",
     ),
-    "no column of labels": (text("set.csv", "image,kind\na.png,1\n"), "set.csv", "no column of labels"),
-    "no column of paths": (text("set.csv", "place,label\na.png,1\n"), "set.csv", "no column of paths"),
-    "an empty table": (text("set.csv", ""), "set.csv", "no column of paths.*found nothing"),
-    "no rows": (text("set.csv", "path,label\n"), "set.csv", "no rows"),
+    "no column of labels": (text("set.csv", "path,kind\na.png,1\n"), "set.csv", "column 'label'"),
+    "no column of paths": (text("set.csv", "place,label\na.png,1\n"), "set.csv", "column 'path'"),
+    "an empty table": (text("set.csv", ""), "set.csv", "columns none"),
     "no text": (text("set.csv", "path,label\nx\x00,1\n\udcff"), "set.csv", "cannot be read as CSV"),
-    "no inputs": (archive(a=ROWS), "set.npz", "contains no inputs: expected an array with one of the names x, inputs"),
-    "no labels": (archive(x=ROWS), "set.npz", r"set\.npz contains no labels"),
+    "no inputs": (archive(a=ROWS), "set.npz", "contains no x or inputs"),
+    "no labels": (archive(x=ROWS), "set.npz", r"set\.npz contains no y or labels"),
     "one number for each": (archive(x=LABELS, y=LABELS), "set.npz", "one row for each"),
     "empty inputs": (archive(x=ROWS[:0], y=LABELS[:0]), "set.npz", r"at least one input, got inputs of shape \(0, 2\)"),
     "words": (archive(x=np.array([["a"], ["b"]]), y=LABELS), "set.npz", "one row for each"),
     "long doubles": (archive(x=ROWS.astype(np.longdouble), y=LABELS), "set.npz", "at most 64 bits"),
     "a label too many": (archive(x=ROWS, y=np.zeros(3)), "set.npz", "expected 2 rows"),
-    "objects": (archive(x=ROWS, y=np.array([{}, []], dtype=object)), "set.npz", "not numbers. Save them as numbers"),
-    "no archive": (text("set.npz", "no archive"), "set.npz", "not a NumPy array"),
-    "an odd archive": (odd_archive, "set.npz", "damaged"),
-    "a cut array": (cut_array, "set.npy", "damaged"),
+    "objects": (archive(x=ROWS, y=np.array([{}, []], dtype=object)), "set.npz", "cannot be read"),
+    "no archive": (text("set.npz", "no archive"), "set.npz", "cannot be read"),
+    "a cut array": (cut_array, "set.npy", "cannot be read"),
 }
 
 
@@ -145,26 +133,24 @@ def test_data_that_are_none_are_refused_in_words(tmp_path, case):
 
 
 def test_rows_of_a_csv_that_cannot_be_used_are_named(workspace, tmp_path):
-    good = workspace.root / "train" / "dog"
-    picture = next(good.iterdir())
-    lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
+    picture = next((workspace.root / "train" / "dog").iterdir())
+    lines = ["path,label", f"{picture},dog", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
     (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
-    skipped = SkippedInputs()
-    ((_, labels),) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), skipped)
-    assert labels.tolist() == [1, 1], "by name or by number"
-    rows = next(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES).batches())
-    assert [words and words.split(":")[0] for words in rows.errors] == [
+    source = open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES)
+    rows = next(source.batches())
+    assert rows.labels.tolist() == [1]
+    assert rows.errors == [
         None,
-        None,
-        "has the label 'wolf', which is not one of the 3 classes",
-        "has no label",
-        "row 6 has no file name",
+        "has the unknown label 'wolf'",
+        "has the unknown label ''",
+        "does not exist",
+        "does not exist",
     ]
-    unlabelled = SkippedInputs()
-    (batch,) = Loader(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False)
-    assert len(batch[0]) == 4
-    expected = {"": "row 6 has no file name", "gone.png": "does not exist"}
-    assert unlabelled.left_out[str(tmp_path / "list.csv")] == expected
+    unlabelled = next(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=False).batches())
+    assert len(unlabelled.inputs) == 3
+    (tmp_path / "list.csv").write_text(f"path,label\n{picture},1\n{picture},2\n")
+    numbered = open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES)
+    assert next(numbered.batches()).labels.tolist() == [1, 2]
 
 
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(workspace, tmp_path):
@@ -228,30 +214,22 @@ def test_own_functions_and_what_can_go_wrong_in_them(workspace, tmp_path):
     assert first.keys() == {"input", "labels"}
     for name, words in (
         ("gone", "has no function 'gone'"),
-        ("number", "expected a function.*has type int"),
+        ("number", "has no function 'number'"),
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
             list(open_dataset(f"{workspace.module}:{name}", Preprocessing(), labelled=True, outputs=3).batches())
 
 
-X = torch.ones(2, 4)
-ODD = {
-    r"the input\['text'\] is a list": {"input": X, "text": ["a", "b"]},
-    "is a NoneType": {"input": X, "extra": None},
-    "is a tensor without dimensions": (torch.tensor(1.0),),
-    "is a list": ([1, 2], torch.tensor([0, 1])),
-    "their lengths differ": {"input": X, "places": torch.arange(3)},
-    "3 labels for 2 inputs": (X, torch.zeros(3, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("words", ODD)
-def test_batches_that_are_none_are_refused_with_the_place(words):
+@pytest.mark.parametrize(
+    "inputs", [[1, 2], torch.tensor(1.0), {"input": torch.ones(2, 4), "places": torch.arange(3)}], ids=str
+)
+def test_batches_without_a_row_for_each_input_are_refused_with_the_place(inputs):
+    batch = inputs if isinstance(inputs, dict) else (inputs,)
     source = FunctionDataset(
-        name="mine:batches", preprocessing=Preprocessing(), function=lambda: [ODD[words]], labelled=True
+        name="mine:batches", preprocessing=Preprocessing(), function=lambda: [batch], labelled=False
     )
-    with pytest.raises(DataError, match=rf"batch 0 of mine:batches.*{words}"):
+    with pytest.raises(DataError, match=r"batch 0 of mine:batches.*a row for each input"):
         list(source.batches())
 
 

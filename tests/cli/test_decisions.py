@@ -1,17 +1,13 @@
 """Decisions from a posterior's folder: equal to the library's, without further data."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 import molaplace as mola
-from molaplace.cli.decisions import make_decisions, saved_calibration, saved_columns
+from molaplace.cli.decisions import make_decisions
 from molaplace.cli.export import ExportOptions, run_export
-from molaplace.errors import StorageError
-from molaplace.saving.files import write_folder
-from molaplace.saving.posterior import pack
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
@@ -36,17 +32,6 @@ def test_decisions_are_those_of_the_library(fitted, known):
     assert (found.answer.answered, found.answer.errors) == (answer.answered, answer.errors)
     sets = mola.prediction_sets(prediction, labels, 0.8)
     assert_close(found.sets.least_probability, sets.least_probability, scale=1.0)
-
-
-@pytest.mark.parametrize("name", ["true_rank", "confidence", "ood_score"])
-def test_damaged_numbers_are_refused(fitted, tmp_path, name):
-    known, score = saved_calibration(fitted, "--coverage")
-    columns = {**known.columns(), "ood_score": score}
-    columns[name] = columns[name].float()
-    document, tensors = pack(fitted.posterior)
-    write_folder(tmp_path, document, tensors | saved_columns(columns))
-    with pytest.raises(StorageError, match=r"invalid|scores"):
-        make_decisions(replace(fitted, folder=tmp_path), coverage=0.8)
 
 
 def test_an_exported_file_decides_alike(workspace, fitted, tmp_path):

@@ -152,13 +152,8 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("inputs", [{"name": "", "shape": [3, 6, 6], "dtype": "load"}]),
-        ("inputs", [{"name": "", "shape": [3, 2**30], "dtype": "float32"}]),
-        ("preprocessing", {"spell": 1}),
         ("preprocessing", {"mean": "a"}),
         ("validation", {"outlier_threshold": "x"}),
-        ("classes", ["cat"]),
-        ("outputs", 4),
     ],
 )
 def test_a_garbled_result_is_named(fitted, tmp_path, name, value):

@@ -58,14 +58,14 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
         writer.writerow(["path", *kind.names])
         for index, row in enumerate(labels):
             Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(f"{index}.png")
-            writer.writerow([f"{index}.png", "yes" if row[0] else "no", int(row[1]), "" if index % 3 else int(row[2])])
-        writer.writerow(["0.png", "perhaps", 0, 1])
+            writer.writerow([f"{index}.png", int(row[0]), int(row[1]), "" if index % 3 else int(row[2])])
+        writer.writerow(["gone.png", 0, 0, 1])
     outcome = run(
         *("fit", "net.safetensors", "--network", "csv_networks:build", "--likelihood", "bernoulli", "--mode", "L"),
         *("--train", "images.csv", "--rule", "evidence", "--output", "posterior"),
     )
     assert outcome.exit_code == LEFT_OUT, (outcome.output, outcome.exception)
-    assert "perhaps" in outcome.output
+    assert "gone.png: does not exist" in outcome.output
     folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.classes == kind.names
     assert folder.posterior.components[0].layer.sums.count == 40

@@ -12,13 +12,10 @@ from pathlib import Path
 from molaplace.errors import OptionError
 from molaplace.imported import is_path
 
-LIBRARY_NAMES = ("digits", "timm")
-"""First parts of names with a colon that refer to no code of the user's: `digits:train`, `timm:resnet18`."""
-
 
 def is_function_name(name: str) -> bool:
     """Return True for a name of the form `package.module:function`, and False for paths and the command's own names."""
-    if ":" not in name or is_path(name) or name.partition(":")[0] in LIBRARY_NAMES:
+    if ":" not in name or is_path(name) or name.startswith("digits:"):
         return False
     return not Path(name).expanduser().exists()
 

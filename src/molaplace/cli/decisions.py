@@ -28,6 +28,7 @@ from molaplace.decisions.calibration import Calibration
 from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
 from molaplace.decisions.sets import PredictionSets, prediction_sets
 from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.images import even_indices
 from molaplace.prediction import RegressionPrediction
 from molaplace.saving import files
 from molaplace.saving.posterior import KIND, SCHEMA
@@ -39,8 +40,7 @@ FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA = 100_000
-MOST_NUMBERS = 2**23
-"""Limits on how many validation examples and values are saved. For larger sets, an evenly spaced subset is saved."""
+"""Maximum number of validation examples that are saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix for the names of the saved tensors."""
@@ -69,11 +69,9 @@ def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> di
 
 
 def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of an evenly spaced subset that respects the limits `MOST_DATA` and `MOST_NUMBERS`."""
+    """Return the columns of an evenly spaced subset of at most `MOST_DATA` examples."""
     count = len(columns[SCORE])
-    width = sum(column[0].numel() for column in columns.values())
-    size = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
-    indices = torch.linspace(0, count - 1, size, dtype=torch.float64).round().long()
+    indices = even_indices(count, min(count, MOST_DATA))
     return {name: column[indices] for name, column in columns.items()}
 
 
@@ -86,8 +84,7 @@ def read_columns(folder: Path) -> dict[str, Tensor]:
     """Return the values that a folder stores for its validation data."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
     columns = {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
-    score = columns.get(SCORE, torch.zeros(0))
-    if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
+    if SCORE not in columns:
         raise StorageError(
             f"{folder} does not contain scores for validation data. Fit again with `molaplace fit --val`."
         )
@@ -158,30 +155,16 @@ def saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration
             f"{likelihood.name}. {others}."
         )
     columns = _saved_columns_of(fitted, option)
-    try:
-        known = Calibration.of_columns(columns, fitted.outputs)
-        if columns[SCORE].shape != known.confidence.shape:
-            raise DataError("expected an OOD score for each example")
-    except DataError as error:
-        raise StorageError(f"the validation scores in {fitted.folder} are invalid: {error}") from error
-    return known, columns[SCORE]
+    return Calibration.of_columns(columns, fitted.outputs), columns[SCORE]
 
 
 def saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
     """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
     columns = _saved_columns_of(fitted, option)
-    weights = fitted.posterior.weights
-    known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
-    shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
-    exact = all(values.dtype == torch.float64 and bool(values.isfinite().all()) for values in known)
-    if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
-        raise StorageError(
-            f"the validation predictions in {fitted.folder} are invalid: expected the means and variances of "
-            f"{len(weights)} networks, and a target for each example. Fit again."
-        )
-    means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
+    means = columns[MEANS].transpose(0, 1).contiguous()
+    variances = columns[VARIANCES].transpose(0, 1).contiguous()
     # The intervals use neither the noise variance nor OOD scores.
-    return regression_prediction(means, variances, variances, weights), targets
+    return regression_prediction(means, variances, variances, fitted.posterior.weights), columns[TARGETS]
 
 
 def _saved_columns_of(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:

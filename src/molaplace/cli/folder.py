@@ -7,7 +7,6 @@ with inputs prepared for another posterior. The `job.toml` file next to the docu
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -41,9 +40,8 @@ RESULT = {
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
     "preprocessing": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
     "images": str,
+    "validation": Optional({"outlier_threshold": float}),
 }
-LARGEST_INPUT = 2**28
-"""Maximum number of values in one input. A document that gives a larger number must be damaged."""
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
 
@@ -109,20 +107,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
             f"{path} was saved from Python, not by `molaplace fit`, so the preparation of its inputs is unknown. Use mola.load(...) in "
             f"Python, or fit a new posterior with `molaplace fit`."
         )
-    try:
-        check(document, {"result": RESULT}, "job")
-        result = document["result"]
-        check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
-        Preprocessing.from_plain(result["preprocessing"])
-        shapes, types = zip(*((entry["shape"], entry["dtype"]) for entry in result["inputs"]), strict=True)
-        if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
-            raise StorageError(
-                f"found {len(result['classes'])} output names, {result['outputs']} outputs and inputs of shapes {shapes}."
-            )
-        if not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in types):
-            raise StorageError(f"found inputs of type {', '.join(types)}.")
-    except (StorageError, ValueError) as error:
-        raise StorageError(f"{path / files.DOCUMENT} is damaged: {error}") from error
+    check(document, {"result": RESULT}, "job")
     return job_of(document, path / NAME), document
 
 
@@ -148,9 +133,6 @@ def open_posterior(
             f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}. Restore these files, or fit "
             f"again with copies of the weights inside the folder: molaplace fit --config {path / NAME} --bundle"
         ) from error
-    head = posterior.components[0].head
-    if head is None or head.outputs != result["outputs"]:
-        raise StorageError(f"{path / files.DOCUMENT} is damaged: the networks do not have {result['outputs']} outputs.")
     return PosteriorFolder(
         posterior=move(posterior, device),
         classes=tuple(result["classes"]) or None,
@@ -211,12 +193,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     check_writable(output)
     if not output.exists():
         return False
-    try:
-        kind = files.kind_of(output)
-    except StorageError as error:
-        raise OptionError(
-            f"{error} The folder was not replaced. Choose another --output, or remove the folder."
-        ) from error
+    kind = files.kind_of(output)
     # The folder may contain a job file and files from an interrupted fit.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(

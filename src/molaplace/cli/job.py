@@ -101,7 +101,7 @@ class Job:
     )
     network: tuple[str, ...] = option(
         (),
-        "Network: module:function, timm:NAME, a Hugging Face folder or mlp. Can be repeated",
+        "Network: module:function, a Hugging Face folder or mlp. Can be repeated",
         metavar="NAME",
         is_path=True,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,7 @@ from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 
-NAMES = {
-    "inputs": ("x", "inputs", "images", "data", "arr_0"),
-    "labels": ("y", "labels", "targets", "label", "target", "arr_1"),
-}
+NAMES = {"x": ("x", "inputs"), "y": ("y", "labels")}
 """Accepted names for the arrays of inputs and labels in a file."""
 
 
@@ -68,26 +65,17 @@ def open_arrays(
     """Open a `.npz` or `.npy` file."""
     try:
         content = np.load(path, mmap_mode="r")
-        if isinstance(content, np.ndarray):
-            values = content
-            labels = _member(path, {}, "labels") if labelled else None
-        else:
-            with content:
-                values = _member(path, content, "inputs")
-                labels = _member(path, content, "labels") if labelled else None
-    except DataError:
-        raise
+        arrays = {"x": content} if isinstance(content, np.ndarray) else _members(content)
     # A password-protected archive raises RuntimeError.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
-        if "pickled" in str(error):  # NumPy gives this message for any file that is not in its own format
+        raise DataError(f"{path} cannot be read: {error}. Pass numbers saved by numpy.save or numpy.savez.") from error
+    for name in ("x", "y") if labelled else ("x",):
+        if name not in arrays:
             raise DataError(
-                f"{path} is not a NumPy array or archive. Pass a file written by numpy.save or numpy.savez."
-            ) from error
-        if "Object arrays" in str(error) or "Python objects" in str(error):
-            raise DataError(
-                f"{path} contains objects that are not numbers. Save them as numbers, for example with x.astype('float32')."
-            ) from error
-        raise DataError(f"{path} is damaged: {error}.") from error
+                f"{path} contains no {' or '.join(NAMES[name])}. Use numpy.savez({path.name!r}, x=inputs, y=labels)."
+            )
+    values = arrays["x"]
+    labels = arrays["y"] if labelled else None
     if not values.size:
         raise DataError(f"{path}: expected at least one input, got inputs of shape {values.shape}.")
     if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
@@ -99,17 +87,9 @@ def open_arrays(
     return ArrayDataset(name=str(path), preprocessing=preprocessing, values=values, labels=targets, count=len(values))
 
 
-def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
-    name = next((name for known in NAMES[what] for name in archive if name.lower() == known), None)
-    if name is None:
-        raise DataError(
-            f"{path} contains no {what}: expected an array with one of the names {', '.join(NAMES[what])}; found "
-            f"{', '.join(archive) or 'one array'}."
-        )
-    values = archive[name]
-    if not isinstance(values, np.ndarray):
-        raise ValueError(f"{name} is not an array")
-    return values
+def _members(archive: Any) -> dict[str, NDArray[Any]]:
+    with archive:
+        return {kind: archive[name] for kind, names in NAMES.items() for name in names if name in archive}
 
 
 def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:

@@ -18,22 +18,14 @@ from torch import Tensor
 from molaplace.cli.data.dataset import Dataset, InputBatch
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
-from molaplace.images import ENDINGS, even_indices, image_files
+from molaplace.images import ENDINGS, even_indices, image_files, open_folder
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 
-PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
-LABEL_COLUMNS = ("label", "class", "target", "y")
 GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 """Pillow's modes for images without colour."""
 
 LOOKED_AT = 25
 """Number of images, spread evenly over the set, that determine the mode and shape of all images."""
-
-MOST_CLASSES = 2**31
-"""Upper limit for class indices if the number of classes is unknown."""
-
-BAD_ROW = -1
-"""Label given to a row with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,39 +115,14 @@ def open_image_folder(
     root: Path, classes: Sequence[str] | None, preprocessing: Preprocessing, *, labelled: bool
 ) -> ImageDataset:
     """List the images in a folder without decoding them. Each subfolder is a class; by default, classes are in alphabetical order."""
-    inside = [path.relative_to(root) for path in image_files(root)]
-    inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    if not inside:
+    folder = open_folder(root, classes=classes) if labelled else None
+    paths = image_files(root) if folder is None else folder.paths
+    if not paths:
         raise DataError(f"{root} contains no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
     # A file name that is not valid UTF-8 cannot be written to the output, so its bytes are escaped.
-    names = tuple(os.fsencode(path.as_posix()).decode(errors="backslashreplace") for path in inside)
-    images = pictures(str(root), [root / path for path in inside], names, preprocessing)
-    if not labelled:
-        return images
-    subfolders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not subfolders:
-        raise DataError(
-            f"{root} has no subfolders, so its images have no labels. Put the images of each class in a separate subfolder."
-        )
-    order = tuple(classes) if classes is not None else tuple(subfolders)
-    unknown = [name for name in subfolders if name not in order]
-    if unknown:
-        raise DataError(
-            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes "
-            f"({_first_names(order)}). Name the subfolders after the classes, or fit with `molaplace fit --classes`, "
-            f"listing all names in the order of the networks' outputs."
-        )
-    labels = [order.index(path.parts[0]) if len(path.parts) > 1 else BAD_ROW for path in inside]
-    errors = tuple("is not in the subfolder of a class" if label == BAD_ROW else None for label in labels)
-    return replace(images, labels=torch.tensor(labels), classes=order, errors=errors)
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
-"""Words that stand for numbers in a CSV file. An empty cell means that the label is missing."""
+    names = [os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace") for path in paths]
+    images = pictures(str(root), paths, names, preprocessing)
+    return images if folder is None else replace(images, labels=folder.labels, classes=folder.classes)
 
 
 def open_image_csv(
@@ -169,99 +136,64 @@ def open_image_csv(
 ) -> ImageDataset:
     """List the images named in a CSV file, and their labels, without decoding the images.
 
-    The file has a header and a column of paths relative to its folder. For classification, one column contains class names or
-    indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each
-    output has a column that contains numbers or the words yes and no.
+    The file has a header and a column `path` of paths relative to its folder. For classification, the column `label` contains class
+    names or indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each
+    output has a column of numbers.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            heading = list(reader.fieldnames or [])
-            rows = list(reader)
+            rows = list(csv.DictReader(stream, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}.") from error
-    if heading and not rows:
-        raise DataError(f"{path} has a header but no rows. Add one row for each image.")
-    path_column = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
-    texts = [(row.get(path_column) or "").strip() for row in rows]
-    labels = order = None
-    wrong: dict[int, str] = {}
+    heading = list(rows[0]) if rows else []
+    columns = []
     if labelled and likelihood.mutually_exclusive:
-        label_column = _column(heading, LABEL_COLUMNS, f"{path} has no column of labels")
-        names = [(row.get(label_column) or "").strip() for row in rows]
-        labels, order, wrong = _class_labels(path, names, classes, outputs)
+        columns = ["label"]
     elif labelled:
-        order = tuple(classes) if classes is not None else tuple(name for name in heading if name != path_column)
-        absent = [name for name in order if name not in heading]
-        if absent or not order:
-            raise DataError(f"{path} has no column for {', '.join(absent) or 'labels'}; found {', '.join(heading)}.")
-        labels, wrong = _number_labels([[row.get(name) or "" for name in order] for row in rows], likelihood)
-    wrong |= {row_index: f"row {row_index + 2} has no file name" for row_index, text in enumerate(texts) if not text}
-    images = pictures(str(path), [path.parent / text for text in texts], texts, preprocessing)
-    return replace(
-        images, labels=labels, classes=order, errors=tuple(wrong.get(row_index) for row_index in range(len(rows)))
-    )
-
-
-def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
-    column = next((name for name in heading if name.strip().lower() in known), None)
-    if column is None:
+        columns = list(classes or [name for name in heading if name != "path"])
+    absent = [name for name in ("path", *columns) if name not in heading]
+    if absent:
         raise DataError(
-            f"{message}: expected a column with one of the names {', '.join(known)}; found "
-            f"{', '.join(heading) or 'nothing'}. A CSV file must list image files. Save tables of "
-            f"numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
+            f"{path} has no rows with a column {absent[0]!r}; found the columns {', '.join(heading) or 'none'}. A CSV file must list "
+            f"image files. Save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
         )
-    return column
+    names = [row["path"].strip() for row in rows]
+    images = pictures(str(path), [path.parent / name for name in names], names, preprocessing)
+    if not labelled:
+        return images
+    if likelihood.mutually_exclusive:
+        return _with_class_labels(images, [row["label"].strip() for row in rows], classes, outputs)
+    try:
+        numbers = [[float(row[name] or math.nan) for name in columns] for row in rows]
+    except ValueError as error:
+        raise DataError(
+            f"{path}: {error}. Labels must be numbers; leave a cell empty if its label is missing."
+        ) from error
+    labels = torch.tensor(numbers, dtype=torch.float64)
+    missing = labels.isnan().any(1) & (not likelihood.classification)
+    errors = tuple("has no target" if absent else None for absent in missing.tolist())
+    return replace(images, labels=labels, classes=tuple(columns), errors=errors)
 
 
-def _class_labels(
-    path: Path, texts: Sequence[str], classes: Sequence[str] | None, outputs: int | None
-) -> tuple[Tensor, tuple[str, ...] | None, dict[int, str]]:
-    # Return class indices, class names in order, and the error for each row.
-    order = tuple(classes) if classes is not None else None
-    if order is None and sum(map(_is_whole, texts)) <= sum(map(bool, texts)) / 2:  # most labels are names
-        order = tuple(sorted({text for text in texts if text}))
+def _with_class_labels(
+    images: ImageDataset, texts: Sequence[str], classes: Sequence[str] | None, outputs: int | None
+) -> ImageDataset:
+    # Labels are indices if all of them are whole numbers and no class is named by a number; otherwise, they are class names.
+    order = None if classes is None else tuple(classes)
+    indexed = all(map(str.isdecimal, filter(None, texts))) and not any(map(str.isdecimal, order or ()))
+    if order is None and not indexed:
+        order = tuple(sorted(set(filter(None, texts))))
         if outputs is not None and len(order) != outputs:
             raise DataError(
-                f"{path} has {len(order)} class names ({_first_names(order)}) for networks with {outputs} outputs, so the order of "
-                f"the classes is unknown. Use class indices from 0, or pass all names with `molaplace fit --classes`."
+                f"{images.name} has {len(order)} class names ({', '.join(order[:5])}, ...) for networks with {outputs} outputs, so the "
+                f"order of the classes is unknown. Use class indices from 0, or pass all names with `molaplace fit --classes`."
             )
-    number = {name: index for index, name in enumerate(order or ())}
-    # Labels may be indices only if no class name is a number; otherwise, "1" would be ambiguous.
-    by_index = not any(_is_whole(name) for name in number)
-    most = len(order) if order is not None else outputs or MOST_CLASSES
-    labels = torch.full((len(texts),), BAD_ROW, dtype=torch.int64)
-    problems = {}
-    for row, text in enumerate(texts):
-        if text in number:
-            labels[row] = number[text]
-        elif by_index and _is_whole(text) and int(text) < most:
-            labels[row] = int(text)
-        else:
-            problems[row] = (
-                f"has the label {text!r}, which is not one of the {most} classes" if text else "has no label"
-            )
-    return labels, order, problems
-
-
-def _number_labels(cells: Sequence[Sequence[str]], likelihood: Likelihood) -> tuple[Tensor, dict[int, str]]:
-    # Return numbers (n, C), with NaN for empty cells, and the error for each row.
-    labels = torch.full((len(cells), len(cells[0])), math.nan, dtype=torch.float64)
-    problems = {}
-    for row_index, row in enumerate(cells):
-        for column, cell in enumerate(row):
-            text = cell.strip().lower()
-            try:
-                labels[row_index, column] = WORDS[text] if text in WORDS else float(text)
-            except ValueError:
-                problems[row_index] = f"has the label {cell!r}, which is not a number"
-            if not text and not likelihood.classification:
-                problems[row_index] = "has no target"
-    return labels, problems
-
-
-def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    numbers = {name: index for index, name in enumerate(order or ())}
+    if indexed:
+        numbers = {text: int(text) for text in texts if text}
+    labels = torch.tensor([numbers.get(text, 0) for text in texts])
+    errors = tuple(None if text in numbers else f"has the unknown label {text!r}" for text in texts)
+    return replace(images, labels=labels, classes=order, errors=errors)
 
 
 def most_frequent_form(source: ImageDataset) -> tuple[str, tuple[int, ...]]:

@@ -12,14 +12,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 
 from molaplace.cli.consent import is_function_name
 from molaplace.cli.data.arrays import ArrayDataset, open_arrays
@@ -30,7 +29,7 @@ from molaplace.cli.job import Job
 from molaplace.demo.data import load_digits
 from molaplace.errors import DataError, MolaError, OptionError, importing
 from molaplace.images import ENDINGS
-from molaplace.imported import import_function, split_name
+from molaplace.imported import import_function
 from molaplace.network import as_batch
 from molaplace.options import counted, did_you_mean, one_of
 
@@ -78,16 +77,10 @@ class FunctionDataset(Dataset):
 
 def _size(inputs: Any, where: str) -> int:
     # Return the number of inputs in a batch, which is the length of each tensor.
-    sizes: set[int] = set()
-    for path, value in tree_flatten_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, list))[0]:
-        if not isinstance(value, Tensor) or not value.ndim:
-            kind = "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise DataError(f"{where}: the input{keystr(path)} is {kind}; expected a tensor with a row for each input.")
-        sizes.add(len(value))
-    if len(sizes) != 1:
-        raise DataError(
-            f"{where}: expected tensors with a row for each input, but their lengths differ: {sorted(sizes)}."
-        )
+    leaves = tree_leaves(inputs)
+    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1 or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise DataError(f"{where}: expected tensors of equal lengths as inputs, with a row for each input.")
     return sizes.pop()
 
 
@@ -129,20 +122,7 @@ def open_dataset(
             return pictures(str(path), [path], [path.name], preprocessing)
         raise DataError(f"{path} has an unknown format. Pass a folder of images, or an .npz, .npy or .csv file.")
     if is_function_name(name):
-        module, attribute = split_name(name)
-        try:
-            function = import_function(name)
-        except Exception as error:  # the user's code may raise any exception
-            if isinstance(error, AttributeError) and module in sys.modules:
-                near = did_you_mean(attribute, dir(sys.modules[module]))
-                raise OptionError(
-                    f"module {module!r} has no function {attribute!r} that returns batches.{near}"
-                ) from error
-            raise OptionError(f"cannot import {name!r} for the data ({type(error).__name__}: {error}).") from error
-        if not callable(function):
-            raise OptionError(
-                f"expected a function that returns batches, but {name} has type {type(function).__name__}."
-            )
+        function = import_function(name)
         return FunctionDataset(name=name, preprocessing=preprocessing, function=function, labelled=labelled)
     hint = did_you_mean(path.name, [neighbour.name for neighbour in path.parent.glob("*")])
     raise OptionError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from molaplace.cli.job import Job
-from molaplace.errors import OptionError, StorageError
+from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
 from molaplace.options import one_of
 
@@ -72,23 +72,11 @@ class Preprocessing:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Preprocessing:
-        """Rebuild the preprocessing from the values that `plain` returned; raise `StorageError` if they are invalid."""
+        """Rebuild the preprocessing from the values that `plain` returned."""
         settings: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
-        try:
-            preprocessing = cls(**settings)
-            Normalisation(preprocessing.mean, preprocessing.std)
-            if (
-                not isinstance(getattr(torch, preprocessing.dtype, None), torch.dtype)
-                or min(preprocessing.batch_size, preprocessing.workers) < 1
-            ):
-                raise ValueError(
-                    f"got dtype {preprocessing.dtype!r}, batch size {preprocessing.batch_size} and {preprocessing.workers} threads"
-                )
-        except (TypeError, ValueError, OptionError) as error:
-            raise StorageError(f"the saved input preprocessing is invalid: {error}") from error
-        return preprocessing
+        return cls(**settings)
 
 
 def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocessing:
@@ -100,12 +88,6 @@ def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocess
         one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
         raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
-    if job.crop is not None and job.resize is not None:
-        shorter = min(job.resize) if isinstance(job.resize, tuple) else job.resize
-        if job.crop > shorter:
-            raise OptionError(
-                f"--crop must be at most the shorter side after --resize, which is {shorter}; got {job.crop}."
-            )
     mean = hints.mean
     std = hints.std
     if job.normalise is not None:
