@@ -149,10 +149,8 @@ def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Ten
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
     """Return the sums of each component (the inverse of `pack_sums`); raise `StorageError` unless all are finite, in float64."""
-    damaged = [name for name, value in tensors.items() if value.dtype != torch.float64 or not value.isfinite().all()]
-    if damaged:
-        raise StorageError(f"the saved sums {damaged} are damaged: expected finite float64 values.")
-    return [
+    # A folder may hold further tensors, such as the validation scores of `molaplace fit`.
+    sums = [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
             entry["count"],
@@ -160,6 +158,11 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
         )
         for index, entry in enumerate(entries)
     ]
+    for component_sums in sums:
+        for name, value in component_sums.tensors.items():
+            if value.dtype != torch.float64 or not value.isfinite().all():
+                raise StorageError(f"the saved sums {name!r} are damaged: expected finite float64 values.")
+    return sums
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
