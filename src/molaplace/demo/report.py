@@ -148,12 +148,21 @@ def demo_tables(comparison: Comparison) -> list[Table]:
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
     """Return the demo's figures, keyed by name, in page order."""
     comparison = result.comparison
-    examples = {method: method_result.examples for method, method_result in comparison.methods.items()}
+    examples = {method: results.examples for method, results in comparison.methods.items()}
     sets = example_sets(comparison.sets, comparison.pictures, examples)
-    panels = {
-        name: {method: method_result.labelled[name].reliability for method, method_result in comparison.methods.items()}
+    bins = {
+        name: {method: results.labelled[name].reliability for method, results in comparison.methods.items()}
         for name in ("test digits", "rotated by 15°", "rotated by 30°")
     }
+    numbers = Numbers(comparison.methods)
+    angles = {info.level: info.name for info in comparison.sets.values() if info.role in ("test", "shift")}
+    against_rotation = (
+        sorted(angles),
+        ALONG_ROTATION,
+        "rotation (degrees)",
+        METHODS,
+        lambda angle, metric: numbers(Quantity(angles[angle], metric)),
+    )
     inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
     rotation = (
         "Beyond 45°, every method is overconfident, but the log-likelihood falls further for some than for others."
@@ -166,24 +175,11 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     return {
         "examples": Planned("The inputs", inputs, partial(draw_examples, sets, comparison.pictures, examples)),
         "histograms": Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison, 3)),
-        "reliability": Planned(*RELIABILITY, partial(draw_reliability, panels)),
-        "rotation": Planned("Rotated digits", rotation, partial(draw_rotation, comparison)),
+        "reliability": Planned(*RELIABILITY, partial(draw_reliability, bins)),
+        "rotation": Planned("Rotated digits", rotation, partial(draw_against_level, *against_rotation)),
         "distance": Planned("Far from the data", distance, partial(draw_distance, result)),
         "moons": Planned("Confidence over the plane", plane, partial(draw_moons, result)),
     }
-
-
-def draw_rotation(comparison: Comparison) -> Figure:
-    """Plot metrics against the rotation of the test digits."""
-    numbers = Numbers(comparison.methods)
-    names = {info.level: info.name for info in comparison.sets.values() if info.role in ("test", "shift")}
-    return draw_against_level(
-        sorted(names),
-        ALONG_ROTATION,
-        "rotation (degrees)",
-        list(comparison.methods),
-        lambda level, metric: numbers(Quantity(names[level], metric)),
-    )
 
 
 def draw_distance(result: DemoResult) -> Figure:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from molaplace.evaluation import CLEAR, Comparison, Estimate, SetInfo
 from molaplace.evaluation.columns import LEVELS, OUTLIER_SCORES
+from molaplace.evaluation.comparison import SetResult
 from molaplace.options import counted
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.tables import Column, Number, Table, columns_on, make_table, quantity_table
@@ -54,9 +55,9 @@ TEST_DATA = {
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
     """Return the tables for the test data, the decisions and each outlier set."""
-    inside = _regression_tables(comparison) if comparison.regression else [test_table(comparison)]
-    outside = [table for info in comparison.of_role("outlier") for table in outlier_tables(comparison, info)]
-    return [*inside, *_decision_tables(comparison), *outside]
+    on_test = _regression_tables(comparison) if comparison.regression else [test_table(comparison)]
+    on_outliers = [table for info in comparison.of_role("outlier") for table in outlier_tables(comparison, info)]
+    return [*on_test, *_decision_tables(comparison), *on_outliers]
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
@@ -117,37 +118,37 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     decisions = comparison.decisions
     if decisions is None:
         return []
-    values: dict[str, list[Number]] = {"false alarms": [100 * decisions.false_alarm_rate, 100 * decisions.alarms, None]}
+    rows: dict[str, list[Number]] = {"false alarms": [100 * decisions.false_alarm_rate, 100 * decisions.alarms, None]}
     caption = "Thresholds come from the validation data, so rates on the test data may exceed their bounds by chance."
     if comparison.regression:
         for interval in decisions.intervals:
-            realised = estimate(interval.realised, interval.realised_error).scaled(100)
-            values[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
-        digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
-        columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
-        return [make_table("Decisions", caption, columns, values)]
+            realised = Estimate.of(interval.realised, interval.realised_error).scaled(100)
+            rows[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
+        last = Column("mean width", digits=_width_digits(comparison))
+        return [make_table("Decisions", caption, [Column("promised %"), Column("on test data %"), last], rows)]
     for answers in decisions.answers:
         rates = [None if rate is None else 100 * rate for rate in (answers.realised, answers.answered)]
-        values[f"wrong answers, at most {100 * answers.promised:.0f} %"] = [100 * answers.promised, *rates]
+        rows[f"wrong answers, at most {100 * answers.promised:.0f} %"] = [100 * answers.promised, *rates]
         if answers.threshold is None:
             caption = f"{answers.why[:1].upper()}{answers.why[1:]}"
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
-    if (sets := decisions.sets) is None:
-        return [make_table("Decisions", caption, columns, values)]
-    missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
-    values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
-    worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
+    sets = decisions.sets
+    if sets is not None:
+        missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
+        rows[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
+    tables = [make_table("Decisions", caption, columns, rows)]
+    return tables if sets is None else [*tables, _set_table(comparison.own, sets)]
+
+
+def _set_table(method: str, sets: SetResult) -> Table:
     empty = f" ({100 * sets.empty:.1f} % of the sets are empty)" if sets.empty else ""
-    by_class = (
-        f"Prediction sets of {comparison.own} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on "
-        f"average{empty}. Classes with the lowest coverage come first. `molaplace predict --by-class` guarantees this coverage for "
-        f"every class."
+    caption = (
+        f"Prediction sets of {method} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on average{empty}. "
+        f"Classes with the lowest coverage come first. `molaplace predict --by-class` guarantees this coverage for every class."
     )
-    covered = {name: [100 * sets.classes[name]] for name in worst}
-    return [
-        make_table("Decisions", caption, columns, values),
-        make_table("Prediction sets by class", by_class, [Column("covered %")], covered),
-    ]
+    worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
+    covered: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
+    return make_table("Prediction sets by class", caption, [Column("covered %")], covered)
 
 
 CLASS_COLUMNS = {
@@ -187,11 +188,6 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
 MOST_DIGITS = 8
 
 
-def estimate(value: float, error: float | None) -> Estimate:
-    """Return an estimate, given a standard error that is None if it is unknown."""
-    return Estimate(value, math.nan if error is None else error)
-
-
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
     # Return the number of decimals needed to show two digits of the smallest error without showing more than five digits of the
     # largest value. The error of a constant quantity is almost zero and would otherwise require too many decimals.
@@ -211,6 +207,10 @@ def digits_of(comparison: Comparison, metric: str) -> int:
     return _digits((result.metrics[metric], result.errors.get(metric)) for result in results)
 
 
+def _width_digits(comparison: Comparison) -> int:
+    return max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
+
+
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
 """Regression metrics; lower is better for all of them."""
 
@@ -224,7 +224,7 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     levels = [f"{100 * level:g}" for level in LEVELS]
-    digits = max(digits_of(comparison, f"width_{level}") for level in levels)
+    digits = _width_digits(comparison)
     coverages = [
         Column(f"{level} %", "covered, in %", None, 1, Quantity(test, f"coverage_{level}"), 100) for level in levels
     ]
@@ -239,7 +239,7 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
         heads = [
             Column(title, digits=_digits(gap[metric] for gap in gaps.values())) for metric, title in REGRESSION.items()
         ]
-        values = {method: [estimate(*gap[metric]) for metric in REGRESSION] for method, gap in gaps.items()}
+        values = {method: [Estimate.of(*gap[metric]) for metric in REGRESSION] for method, gap in gaps.items()}
         tables.append(make_table(f"Compared with {own}", caption, heads, values))
     return tables
 
@@ -259,7 +259,7 @@ def _output_table(comparison: Comparison) -> Table | None:
         for metric in OUTPUT_COLUMNS:
             pairs = [(result[output].metrics[metric], result[output].errors[metric]) for result in results]
             factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
-            row += [estimate(*pair).scaled(factor).text(digits) for pair in pairs]
+            row += [Estimate.of(*pair).scaled(factor).text(digits) for pair in pairs]
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     count = len(comparison.classes)
     title = "Output by output" if count == len(values) else f"The first {len(values)} of {count} outputs"

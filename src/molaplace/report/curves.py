@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -80,14 +79,14 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
 
 
 class ValueWithError(Protocol):
-    """A value with its standard error, which may be None or NaN if it is unknown."""
+    """A value with its standard error, which is NaN if it is unknown."""
 
     @property
     def value(self) -> float:
         """The value."""
 
     @property
-    def error(self) -> float | None:
+    def error(self) -> float:
         """The standard error."""
 
 
@@ -102,14 +101,10 @@ def estimates_panel(
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: value for x, by_label in estimates.items() if (value := by_label.get(label)) is not None}
-        errors = [_known_error(estimate) for estimate in known.values()]
+        errors = np.nan_to_num([estimate.error for estimate in known.values()])
         style = {"marker": "o", "markersize": 2.6, **stroke}
         lines.append(Line(list(known), [estimate.value for estimate in known.values()], label, style, errors))
     return Panel(title, [line for line in lines if line.x], {"xticks": list(estimates), **settings})
-
-
-def _known_error(estimate: ValueWithError) -> float:
-    return 0.0 if estimate.error is None or math.isnan(estimate.error) else estimate.error
 
 
 def draw_against_level(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,20 +48,16 @@ def estimates_of(results: Results) -> Iterator[tuple[Quantity, Estimate]]:
     """Yield the metrics of a method, with standard errors over the data points where they are known."""
     for name, labelled in results.labelled.items():
         for metric, value in labelled.metrics.items():
-            yield Quantity(name, metric), _estimate(value, labelled.errors.get(metric))
+            yield Quantity(name, metric), Estimate.of(value, labelled.errors.get(metric))
     for name, outliers in results.outliers.items():
         if outliers.confidence is not None:
-            yield Quantity(name, "confidence"), _estimate(outliers.confidence, outliers.confidence_error)
+            yield Quantity(name, "confidence"), Estimate.of(outliers.confidence, outliers.confidence_error)
         if outliers.std is not None:
-            yield Quantity(name, "std"), _estimate(outliers.std, outliers.std_error)
+            yield Quantity(name, "std"), Estimate.of(outliers.std, outliers.std_error)
         for score, values in outliers.scores.items():
             errors = outliers.errors.get(score, {})
             for metric, value in values.items():
-                yield Quantity(name, metric, score), _estimate(value, errors.get(metric))
-
-
-def _estimate(value: float, error: float | None) -> Estimate:
-    return Estimate(value, math.nan if error is None else error)
+                yield Quantity(name, metric, score), Estimate.of(value, errors.get(metric))
 
 
 class Numbers:
