@@ -79,8 +79,8 @@ class Columns:
         """Index of each row's input, of shape (n,), or None if each row is a separate input."""
         return self[INPUT].long() if INPUT in self else None
 
-    def rows(self, chosen: slice) -> Columns:
-        """Return a table with some of the rows."""
+    def rows(self, chosen: slice | Tensor) -> Columns:
+        """Return a table with some of the rows, given as a slice or a mask."""
         return Columns(self.names, [torch.cat(self.parts)[chosen]])
 
     def __len__(self) -> int:
@@ -105,6 +105,9 @@ class PredictionColumns:
     "covered[0.9]"."""
     scores: Columns = field(default_factory=Columns)
     """Outlier scores, with one row per input or position."""
+    outputs: Columns = field(default_factory=Columns)
+    """With detail: scores of each of the first `MOST_OUTPUTS` regression outputs, one row per datum and output. The column "output" is
+    the index of the output; the others are named as in `data`, with "target", "mean", "lower" and "upper" (the 90 % interval)."""
     count: int = 0
     """Number of inputs."""
 
@@ -137,10 +140,12 @@ class PredictionColumns:
             self.count += rows.num_inputs
             return
         if isinstance(prediction, RegressionPrediction):
-            batch = _regression_columns(prediction, labels, intervals, where, detail=detail)
-            if scores is None:
-                scores = regression_scores(prediction)
-            self._append(batch, scores, rows, len(prediction))
+            batch, outputs = _regression_columns(prediction, labels, intervals, where, detail=detail)
+            if outputs:
+                width = len(outputs["output"]) // len(prediction)
+                inputs = {} if rows is None else {INPUT: (rows.inputs + self.count).repeat_interleave(width)}
+                self.outputs.add({**outputs, **inputs})
+            self._append(batch, regression_scores(prediction) if scores is None else scores, rows, len(prediction))
             return
         if scores is None:
             scores = {
@@ -191,7 +196,9 @@ class PredictionColumns:
 
     def gather(self, team: Team) -> PredictionColumns:
         """Return, in every process, the columns of all processes."""
-        return PredictionColumns(self.data.gather(team), self.scores.gather(team), sum(team.collect(self.count)))
+        outputs = self.outputs.gather(team) if any(team.collect(len(self.outputs))) else self.outputs
+        count = sum(team.collect(self.count))
+        return PredictionColumns(self.data.gather(team), self.scores.gather(team), outputs, count)
 
 
 def _classification_columns(
@@ -220,53 +227,48 @@ def _regression_columns(
     where: str,
     *,
     detail: bool,
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    # Return the columns of `data` and, with detail, those of `outputs`.
     likelihood = prediction.likelihood
     names = ("component_mean", "component_variance", "component_noise")
     moments = [getattr(prediction, name).double() for name in names]
     distribution = likelihood.mixture_type(prediction.weights, *moments)
     mean = distribution.point()
     std = distribution.variance().sqrt()
-    columns = {"std": std.mean(1)}
     if labels is None:
-        return columns
+        return {"std": std.mean(1)}, {}
     targets = likelihood.check_targets(labels, mean, where)
     squares = (mean - targets).square()
     smallest_level = (2 * distribution.cdf(targets) - 1).abs()
     levels = NOMINAL_LEVELS if detail else (INTERVAL,)
-    columns |= {"square": squares.mean(1), **distribution.scores(targets)}
+    columns = {"std": std.mean(1), "square": squares.mean(1), **distribution.scores(targets)}
     columns |= {f"covered[{level}]": (smallest_level <= level).double().mean(1) for level in levels}
     for level, (lower, upper) in (intervals or {}).items():
         inside = (targets >= lower.to(targets)) & (targets <= upper.to(targets))
         columns[f"calibrated[{level}]"] = inside.double().mean(1)
         columns[f"calibrated width[{level}]"] = (upper - lower).mean(1)
     if not detail:
-        return columns
+        return columns, {}
     ends = {level: [distribution.quantile((1 + sign * level) / 2) for sign in (-1, 1)] for level in LEVELS}
     columns |= {f"width[{level}]": (upper - lower).mean(1) for level, (lower, upper) in ends.items()}
-    lower, upper = ends[INTERVAL]
-    by_output = {
+    width = min(MOST_OUTPUTS, targets.shape[1])
+    marginals = [
+        likelihood.mixture_type(prediction.weights, *(values[..., [output]] for values in moments))
+        for output in range(width)
+    ]
+    outputs = {
+        "output": torch.arange(width).expand(len(targets), width),
         "target": targets,
         "mean": mean,
         "std": std,
-        "lower": lower,
-        "upper": upper,
+        "lower": ends[INTERVAL][0],
+        "upper": ends[INTERVAL][1],
         "square": squares,
+        "nll": torch.stack([-marginal.log_density(targets[:, [k]]) for k, marginal in enumerate(marginals)], 1),
         "crps": distribution.crps(targets),
-        "covered": (smallest_level <= INTERVAL).double(),
+        f"covered[{INTERVAL}]": (smallest_level <= INTERVAL).double(),
     }
-    for output in range(min(MOST_OUTPUTS, targets.shape[1])):
-        columns |= {output_column(output, name): values[:, output] for name, values in by_output.items()}
-        marginal = likelihood.mixture_type(
-            prediction.weights, *(values[..., output : output + 1] for values in moments)
-        )
-        columns[output_column(output, "nll")] = -marginal.log_density(targets[:, output : output + 1])
-    return columns
-
-
-def output_column(output: int, name: str) -> str:
-    """Return the name of the column with a score of one regression output."""
-    return f"output {output}: {name}"
+    return columns, {name: values[:, :width].flatten() for name, values in outputs.items()}
 
 
 # --- outlier scores --------------------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ class Estimate(NamedTuple):
     error: float = math.nan
     """Standard error, or NaN if it is unknown."""
 
+    @classmethod
+    def of(cls, value: float, error: float | None) -> Estimate:
+        """Return an estimate from plain JSON values, in which an unknown error is None."""
+        return cls(value, math.nan if error is None else error)
+
     def scaled(self, factor: float) -> Estimate:
         """Return the estimate multiplied by a factor."""
         return Estimate(factor * self.value, abs(factor) * self.error)

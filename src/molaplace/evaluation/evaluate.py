@@ -20,7 +20,7 @@ from molaplace import metrics
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing
 from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
-from molaplace.evaluation.estimates import Estimate, Measurement, risk_area
+from molaplace.evaluation.estimates import Estimate, Measurement
 from molaplace.evaluation.results import measured, separation
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture
@@ -28,9 +28,9 @@ from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, 
 from molaplace.prediction import Prediction
 from molaplace.predictor import Predictor
 
-CLASSIFICATION_METRICS = ("accuracy", "nll", "brier", "ece", "aurc", "confidence")
+CLASSIFICATION_METRICS = {name: name for name in ("accuracy", "nll", "brier", "ece", "aurc", "confidence")}
 REGRESSION_METRICS = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": f"coverage_{100 * INTERVAL:g}"}
-"""Name of each regression metric in the table, and its name in `measured`."""
+"""Name of each metric in the table, and its name in `measured`."""
 
 SCORE_NAMES = {"max probability": "confidence", "variance": "std", "ood score": "ood_score"}
 """Names of outlier scores in the table: the quantity from which the score is computed."""
@@ -124,27 +124,28 @@ def evaluate(
             f"{type(predictors).__name__}.",
             argument="predictors",
         )
-    name = getattr(predictors, "__name__", type(predictors).__name__)
-    named = dict(predictors) if isinstance(predictors, Mapping) else {name: predictors}
+    if not isinstance(predictors, Mapping):
+        predictors = {getattr(predictors, "__name__", type(predictors).__name__): predictors}
     shifted_loaders = _by_name(shifted, "shifted", "blur")
     outlier_loaders = _by_name(ood, "ood", "noise")
     labelled = {"test": test_loader, **shifted_loaders}
-    if not named or "test" in shifted_loaders or labelled.keys() & outlier_loaders.keys():
+    if not predictors or "test" in shifted_loaders or labelled.keys() & outlier_loaders.keys():
         raise OptionError(
             f"expected at least one predictor, and a different name for each data set ('test' is reserved for the test "
-            f"data); got the predictors {list(named)} and the data sets {[*shifted_loaders, *outlier_loaders]}."
+            f"data); got the predictors {list(predictors)} and the data sets {[*shifted_loaders, *outlier_loaders]}."
         )
-    for name, loader in {**labelled, **outlier_loaders}.items():
-        check_loader(loader, f"{name} loader")
+    loaders = {**labelled, **outlier_loaders}
+    for data, loader in loaders.items():
+        check_loader(loader, f"{data} loader")
     check_positions(positions)
     read = partial(_read, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single())
     rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
-    for name, predictor in named.items():
+    for name, predictor in predictors.items():
         mixture = predictor if isinstance(predictor, Predictor) else _Callable([predictor], likelihood=likelihood)
         inliers = None
-        for data, loader in {**labelled, **outlier_loaders}.items():
+        for data, loader in loaders.items():
             try:
                 predictions = read(mixture, loader, f"{data} loader", labelled=data in labelled)
             except DataError as error:
@@ -177,16 +178,16 @@ class _Callable(Mixture):
     def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
             output = self.predictors[0](inputs)
-        named = output if isinstance(output, Mapping) else {"probs": output}
-        if "probs" not in named:
+        outputs = output if isinstance(output, Mapping) else {"probs": output}
+        if "probs" not in outputs:
             raise DataError(
-                f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(named)}.",
+                f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(outputs)}.",
                 place=place,
             )
-        checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
-        if "ood_score" not in named:
+        checked = Mixture([lambda _: outputs["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
+        if "ood_score" not in outputs:
             return checked
-        fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(named["ood_score"])}
+        fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(outputs["ood_score"])}
         return Prediction(fields, likelihood=self.likelihood)
 
 
@@ -227,11 +228,8 @@ def _read(
 
 def _metrics(predictions: PredictionColumns) -> dict[str, Measurement]:
     measurements = measured(predictions)
-    if "rmse" in measurements:
-        return {name: measurements[metric] for name, metric in REGRESSION_METRICS.items()}
-    data = predictions.data
-    measurements["aurc"] = risk_area(1 - data["confidence"], data["correct"], data.groups)
-    return {name: measurements[name] for name in CLASSIFICATION_METRICS}
+    names = REGRESSION_METRICS if "rmse" in measurements else CLASSIFICATION_METRICS
+    return {name: measurements[metric] for name, metric in names.items()}
 
 
 def _separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, Measurement]:

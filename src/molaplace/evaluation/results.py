@@ -12,13 +12,11 @@ from torch import Tensor
 from molaplace import metrics
 from molaplace.evaluation.columns import (
     INPUT,
-    INTERVAL,
     LEVELS,
     MOST_OUTPUTS,
     NOMINAL_LEVELS,
     Columns,
     PredictionColumns,
-    output_column,
 )
 from molaplace.evaluation.comparison import (
     CONFIDENCE_BINS,
@@ -45,6 +43,7 @@ from molaplace.evaluation.estimates import (
     mean_area_of_labels,
     mean_of,
     pass_rate,
+    risk_area,
     root_mean_of,
 )
 
@@ -102,7 +101,7 @@ def mean_column(columns: Columns, name: str) -> Measurement:
 def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
     """Return the metrics on labelled data that have standard errors.
 
-    For classification: accuracy, nll, brier, ece and confidence, and for multi-label data the mean AUROC over labels. For regression:
+    For classification: accuracy, nll, brier, ece, aurc and confidence, and for multi-label data the mean AUROC over labels. For regression:
     rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
     """
     data = predictions.data
@@ -112,10 +111,13 @@ def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
         names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
         names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
     else:
-        measurements = {"ece": calibration_error(data["confidence"], data["correct"], groups=data.groups)}
+        measurements = {
+            "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
+            "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
+        }
         names = {"accuracy": "correct", "nll": "nll", "brier": "brier", "confidence": "confidence"}
     measurements |= {name: mean_column(data, column) for name, column in names.items() if column in data}
-    if "output" in data:
+    if "yes" in data:
         area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
         measurements |= {} if area is None else {"auroc": area}
     return measurements
@@ -169,35 +171,29 @@ def labelled_result(
     return LabelledResult(
         level=level,
         count=len(data),
-        metrics=_values(measurements) if regression else _class_metrics(predictions, _values(measurements), classes),
+        metrics=_values(measurements) if regression else _class_metrics(data, _values(measurements), classes),
         reliability=metrics.bin_sums(data["confidence"], data["correct"]).tolist() if bins else [],
         histogram=_histogram(data) if bins else [],
         errors=_errors(measurements),
         classes=_by_class(data, classes) if classes and not regression else {},
         types=_by_type(data, types),
-        regression=_regression_detail(data, classes) if regression else None,
+        regression=_regression_detail(predictions, classes) if regression else None,
     )
 
 
-def _class_metrics(
-    predictions: PredictionColumns, values: Mapping[str, float], classes: Sequence[str]
-) -> dict[str, float]:
-    data = predictions.data
+def _class_metrics(data: Columns, values: Mapping[str, float], classes: Sequence[str]) -> dict[str, float]:
     confidence = data["confidence"]
     correct = data["correct"]
-    # For multi-label data, use the uncertainty of each label rather than that of the whole input.
-    uncertainty = 1 - confidence if "output" in data else predictions.scores["max probability"]
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     defined = {
         **values,
         "log_likelihood": -values["nll"],
         "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
         "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
-        "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
     if bool(legacy[:, 0].sum() > 0):  # all bins are empty if every confidence is at least 0.99
         defined |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
-    if "output" in data:
+    if "yes" in data:
         by_label = _by_label(data)
         defined |= {name: float(by_label[name].nanmean()) for name in ("auroc", "average_precision")}
     elif classes and data.groups is not None:
@@ -206,14 +202,14 @@ def _class_metrics(
 
 
 def _by_class(data: Columns, classes: Sequence[str]) -> dict[str, dict[str, float]]:
-    labels = data["output" if "output" in data else "label"].long()
+    labels = data["output" if "yes" in data else "label"].long()
     counts = torch.bincount(labels)
     known = counts.nonzero().flatten()
     by_metric = {
         name: torch.bincount(labels, data[column])[known] / counts[known]
         for name, column in (("accuracy", "correct"), ("confidence", "confidence"))
     }
-    if "output" in data:
+    if "yes" in data:
         by_metric |= _by_label(data)
     elif data.groups is not None:
         by_metric["iou"] = _overlaps(data, len(classes))[known]
@@ -302,31 +298,25 @@ def examples_of(predictions: PredictionColumns) -> Examples:
 # --- regression ------------------------------------------------------------------------------------------------------
 
 
-def _regression_detail(data: Columns, names: Sequence[str]) -> RegressionDetail:
-    outputs = dict(enumerate(names[:MOST_OUTPUTS]))
-    coverages = {level: mean_column(data, f"covered[{level}]") for level in NOMINAL_LEVELS}
-    by_output = {name: _output_measurements(data, output) for output, name in outputs.items()}
+def _regression_detail(predictions: PredictionColumns, names: Sequence[str]) -> RegressionDetail:
+    coverages = {level: mean_column(predictions.data, f"covered[{level}]") for level in NOMINAL_LEVELS}
+    index = predictions.outputs["output"]
+    outputs = {name: predictions.outputs.rows(index == output) for output, name in enumerate(names[:MOST_OUTPUTS])}
+    measurements = {name: measured(PredictionColumns(columns)) for name, columns in outputs.items()}
     return RegressionDetail(
         coverage=[[level, coverage.value, known_error(coverage)] for level, coverage in coverages.items()],
-        spread={name: _spread(data, output) for output, name in outputs.items()},
-        examples={name: _targets(data, output) for output, name in outputs.items()},
+        spread={name: _spread(columns) for name, columns in outputs.items()},
+        examples={name: _targets(columns) for name, columns in outputs.items()},
         outputs={
-            name: OutputResult(_values(measurements), _errors(measurements)) for name, measurements in by_output.items()
+            name: OutputResult(_values(by_metric), _errors(by_metric)) for name, by_metric in measurements.items()
         },
     )
 
 
-def _output_measurements(data: Columns, output: int) -> dict[str, Measurement]:
-    names = {"nll": "nll", "crps": "crps", "std": "std", f"coverage_{100 * INTERVAL:g}": "covered"}
-    rmse = root_mean_of(data[output_column(output, "square")], data.groups)
-    means = {metric: mean_column(data, output_column(output, name)) for metric, name in names.items()}
-    return {"rmse": rmse, **means}
-
-
-def _spread(data: Columns, output: int) -> list[list[float]]:
+def _spread(output: Columns) -> list[list[float]]:
     # For each group, return its size, the root mean square of its predicted standard deviations, and its root mean squared error.
-    std = data[output_column(output, "std")]
-    squares = data[output_column(output, "square")]
+    std = output["std"]
+    squares = output["square"]
     # If all standard deviations are equal, use one group, because the errors of several groups would differ only by chance.
     bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
     return [
@@ -335,12 +325,11 @@ def _spread(data: Columns, output: int) -> list[list[float]]:
     ]
 
 
-def _targets(data: Columns, output: int) -> list[list[float]]:
+def _targets(output: Columns) -> list[list[float]]:
     # For each example, return the target, the mean, and both ends of the 90 % interval.
-    count = len(data)
+    count = len(output)
     rows = torch.linspace(0, count - 1, min(count, MOST_TARGETS), dtype=torch.float64).round().long()
-    columns = [data[output_column(output, name)][rows] for name in ("target", "mean", "lower", "upper")]
-    return torch.stack(columns, 1).tolist()
+    return torch.stack([output[name][rows] for name in ("target", "mean", "lower", "upper")], 1).tolist()
 
 
 # --- outliers --------------------------------------------------------------------------------------------------------
