@@ -108,30 +108,27 @@ def evaluate(options: EvaluateOptions) -> None:
         )
     write_run(options, "evaluate", output / "run.toml")
     if not options.quiet and not options.as_json:
-        console = Console(highlight=False)
-        for line in _summary_lines(console, comparison):
-            console.print(Text.from_ansi(line), soft_wrap=True)
-        console.print(
-            f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder.",
-            soft_wrap=True,
-        )
+        _print_summary(Console(highlight=False), comparison, page)
     skipped = SkippedInputs(comparison.left_out)
     finish(skipped, numbers, team, as_json=options.as_json, quiet=options.quiet or not options.as_json)
 
 
-def _summary_lines(console: Console, comparison: Comparison) -> list[str]:
-    # Return the main finding, the main table, and as many other results as fit on one screen. The report contains all results.
+def _print_summary(console: Console, comparison: Comparison, page: Path) -> None:
+    # Print the main finding, the main table, and as many other results as fit on one screen. The report contains all results.
     first, *others = [f"{escape(finding.title)}: {escape(finding.text)}" for finding in evaluation_findings(comparison)]
     left_out = SkippedInputs(comparison.left_out).lines(shown=2)
     main = replace(evaluation_tables(comparison)[0], caption="")
-    lines: list[str] = []
+    count = 0
     for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):
         with console.capture() as captured:
             print_table(console, part) if isinstance(part, Table) else console.print(part)
-        part_lines = captured.get().rstrip("\n").split("\n")
-        if len(lines) + len(part_lines) < MOST_LINES:
-            lines += part_lines
-    return lines
+        text = captured.get().rstrip("\n")
+        lines = text.count("\n") + 1
+        if count + lines < MOST_LINES:
+            count += lines
+            console.print(Text.from_ansi(text), soft_wrap=True)
+    where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder."
+    console.print(where, soft_wrap=True)
 
 
 # --- the comparison --------------------------------------------------------------------------------------------------

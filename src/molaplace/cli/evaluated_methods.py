@@ -151,6 +151,15 @@ def tune_methods(
     `exposed` contains the outliers that the posterior's rule needs, if any.
     """
     posterior = fitted.posterior
+    single = _tune_single(fitted, held_out, exposed, team)
+    alone, alone_notes = _scale_networks(posterior, held_out, team)
+    methods = EvaluatedMethods(posterior, single, alone, *_guarantees(fitted))
+    tunings = {method: tuned.tuning for method, tuned in {LAPLACE: single, methods.own: posterior}.items()}
+    tuning_notes = [f"{method}: {note}" for method, tuning in tunings.items() if tuning for note in tuning.notes]
+    return methods, [*_notes_on_data(posterior, held_out), *tuning_notes, *alone_notes]
+
+
+def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:
     classification = posterior.likelihood.classification
     notes = []
     if held_out is None:
@@ -172,13 +181,7 @@ def tune_methods(
     if max(weights) - min(weights) > 1e-9:
         listed = ", ".join(f"{weight:.3f}" for weight in weights)
         notes.append(f"{ENSEMBLE}, {ENSEMBLE}{SCALED[classification]} and {MIXTURE} use these weights: {listed}.")
-    single = _tune_single(fitted, held_out, exposed, team)
-    alone, alone_notes = _scale_networks(posterior, held_out, team)
-    methods = EvaluatedMethods(posterior, single, alone, *_guarantees(fitted))
-    for method, tuned in {LAPLACE: single, methods.own: posterior}.items():
-        if tuned.tuning is not None:
-            notes += [f"{method}: {note}" for note in tuned.tuning.notes]
-    return methods, notes + alone_notes
+    return notes
 
 
 def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team) -> MoLA:
