@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import BoundError, OptionError
-from molaplace.likelihoods.base import Members, mixed, pooled
+from molaplace.likelihoods.base import Likelihood, Members, mixed, pooled
 from molaplace.links import Link, Probit, probit_scaled
 from molaplace.settings import Settings
 from molaplace.structures.base import LayerCurvature, Spread
@@ -101,10 +101,7 @@ def mixture_bound(
     """Return the Theorem's upper bound (n,) on the mixture's confidence; for multi-label data, (n, C)."""
     likelihood: Any = members.likelihoods[0]
     total = mixed(members.weights, list(component_bounds(members, spreads, trained_weights, settings)))
-    if not likelihood.mutually_exclusive:
-        return total
-    probs = mixed(members.weights, likelihood.member_probabilities(members, link))
-    return total.gather(1, probs.argmax(1)[:, None]).squeeze(1)
+    return _of_predicted(total, mixed(members.weights, likelihood.member_probabilities(members, link)), likelihood)
 
 
 def lemma_bound(
@@ -117,10 +114,14 @@ def lemma_bound(
     """Return the Lemma's upper bound (K, n) on each component's confidence; for multi-label data, (K, n, C)."""
     likelihood: Any = members.likelihoods[0]
     bounds = component_bounds(members, spreads, trained_weights, settings)
+    return _of_predicted(bounds, torch.stack(likelihood.member_probabilities(members, link)), likelihood)
+
+
+def _of_predicted(bounds: Tensor, probs: Tensor, likelihood: Likelihood) -> Tensor:
+    # Return the bounds of the predicted classes; binary labels have one bound each.
     if not likelihood.mutually_exclusive:
         return bounds
-    pairs = zip(bounds, likelihood.member_probabilities(members, link), strict=True)
-    return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in pairs])
+    return bounds.gather(-1, probs.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def far_field_limit(

@@ -451,9 +451,7 @@ class LaplaceMixture(Predictor):
             together=self.link.variance_only and self.weighting != "evidence",
             row_size=1 if data is None else self.link.row_size(data.outputs[0].shape[1]),
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
-            estimated_noise=all(
-                isinstance(likelihood, Gaussian) and likelihood.estimated for likelihood in self.likelihoods
-            ),
+            estimated_noise=all(likelihood.estimated for likelihood in self.likelihoods),
             with_noise=lambda factors: self._scaled_noise(factors).objective(data),
             read=lambda loader, where: self.read(
                 loader, where, labelled=False, team=None if data is None else data.team

@@ -394,7 +394,7 @@ def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
     if reference is not None and before is not None and final.reference is not None:
         scales = zip(reference.scales, before.scales, final.reference.scales, strict=True)
         reference = replace(reference, scales=tuple(FeatureScale(*map(_by_ratio, *triple)) for triple in scales))
-    if isinstance(start.likelihood, Gaussian) and start.likelihood.estimated:
+    if start.likelihood.estimated:
         final = final.with_noise(tuned.noise.square().mean(0).sqrt())
     return final.with_parts(settings=tuned.settings, reference=reference)
 

@@ -113,6 +113,8 @@ class Likelihood(ABC):
     """True if the outputs represent C mutually exclusive classes; False for binary labels and for regression."""
     classification: bool = True
     """True for classification (classes or binary labels), False for regression."""
+    estimated: bool = False
+    """True if the noise was estimated from the training data, so that rules may change it."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
     output_noun: tuple[str, str] = ("output", "outputs")

@@ -127,12 +127,11 @@ class Captured:
 
     def check_logits(self, networks: Sequence[nn.Module], inputs: Inputs, likelihood: Likelihood) -> None:
         """Raise `HeadError` if the outputs of a network without a known head are probabilities."""
-        if any(head is None for head in self.heads):
-            outputs = self.rows(slice(0, 4096)).outputs
-            for number, head in enumerate(self.heads):
-                if head is None:
-                    with located(f"networks[{number}]"):
-                        check_logits(networks[number], inputs, outputs[number], likelihood)
+        for number, head in enumerate(self.heads):
+            if head is None:
+                outputs = to_float64(self._select(self.outputs[number], slice(0, 4096)))
+                with located(f"networks[{number}]"):
+                    check_logits(networks[number], inputs, outputs, likelihood)
 
 
 def capture(
