@@ -20,7 +20,7 @@ from torch import Tensor
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError
-from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood
+from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, ClassificationPredictive
 from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
 from molaplace.outliers import max_logit_score
 from molaplace.prediction import Field, Prediction, RegressionPrediction
@@ -140,21 +140,29 @@ class PredictionColumns:
             self.count += rows.num_inputs
             return
         if isinstance(prediction, RegressionPrediction):
-            batch, outputs = _regression_columns(prediction, labels, intervals, where, detail=detail)
+            scores = regression_scores(prediction) if scores is None else scores
+            data, outputs = _regression_columns(prediction, labels, intervals, where, detail=detail)
+        else:
+            if scores is None:
+                scores = {"max probability": _max_probability(prediction), "ood score": prediction.ood_score}
+            data = _classification_columns(prediction, labels, sets, where, dense=rows is not None)
+            outputs = {}
+        # The columns may contain INPUT, the index of each row's row in `scores`.
+        if rows is None:
+            if INPUT in data:
+                data[INPUT] = data[INPUT] + self.count
+            self.count += len(prediction)
+        else:
+            inputs = rows.inputs + self.count
+            scores = {INPUT: inputs, **scores}
+            data[INPUT] = inputs[data[INPUT]] if INPUT in data else inputs
             if outputs:
-                width = len(outputs["output"]) // len(prediction)
-                inputs = {} if rows is None else {INPUT: (rows.inputs + self.count).repeat_interleave(width)}
-                self.outputs.add({**outputs, **inputs})
-            self._append(batch, regression_scores(prediction) if scores is None else scores, rows, len(prediction))
-            return
-        if scores is None:
-            scores = {
-                "max probability": prediction.likelihood.distribution(prediction.probs.double()).outlier_score(),
-                "ood score": prediction.ood_score,
-            }
-        self.add_probabilities(
-            prediction.probs, labels, scores, prediction.likelihood, sets=sets, rows=rows, where=where
-        )
+                outputs[INPUT] = inputs.repeat_interleave(len(outputs["output"]) // len(inputs))
+            self.count += rows.num_inputs
+        self.data.add(data)
+        self.scores.add({name: score.flatten() for name, score in scores.items()})
+        if outputs:
+            self.outputs.add(outputs)
 
     def add_probabilities(
         self,
@@ -162,37 +170,11 @@ class PredictionColumns:
         labels: Tensor | None = None,
         scores: Mapping[str, Tensor] | None = None,
         likelihood: ClassificationLikelihood = CATEGORICAL,
-        *,
-        sets: Tensor | None = None,
-        rows: DenseRows | None = None,
-        where: str = "the labels",
     ) -> None:
         """Add a batch of predicted probabilities (n, C), in the data type in which they were computed; see `add`."""
-        if scores is None:
-            scores = {"max probability": likelihood.distribution(probs.double()).outlier_score()}
-        batch = _classification_columns(probs.detach().cpu(), labels, likelihood, where, dense=rows is not None)
-        if sets is not None:
-            sets = sets.cpu()
-            batch["set size"] = sets.sum(1)
-            if labels is not None:
-                batch["covered"] = sets.gather(1, labels.cpu()[:, None]).squeeze(1)
-        self._append(batch, scores, rows, len(probs))
-
-    def _append(
-        self, batch: dict[str, Tensor], scores: Mapping[str, Tensor], rows: DenseRows | None, count: int
-    ) -> None:
-        # `batch` may contain the column INPUT, with the index of each row's row in `scores`.
-        scores = dict(scores)
-        if rows is not None:
-            inputs = rows.inputs + self.count
-            scores = {INPUT: inputs, **scores}
-            batch[INPUT] = inputs[batch[INPUT]] if INPUT in batch else inputs
-            count = rows.num_inputs
-        elif INPUT in batch:
-            batch[INPUT] = batch[INPUT] + self.count
-        self.data.add(batch)
-        self.scores.add({name: score.flatten() for name, score in scores.items()})
-        self.count += count
+        prediction = Prediction({"probs": probs}, likelihood=likelihood)
+        scores = {"max probability": _max_probability(prediction)} if scores is None else scores
+        self.add(prediction, labels, scores=scores)
 
     def gather(self, team: Team) -> PredictionColumns:
         """Return, in every process, the columns of all processes."""
@@ -201,9 +183,16 @@ class PredictionColumns:
         return PredictionColumns(self.data.gather(team), self.scores.gather(team), outputs, count)
 
 
+def _max_probability(prediction: Prediction) -> Tensor:
+    distribution: ClassificationPredictive = prediction.likelihood.distribution(prediction.probs.double())
+    return distribution.outlier_score()
+
+
 def _classification_columns(
-    probs: Tensor, labels: Tensor | None, likelihood: ClassificationLikelihood, where: str, *, dense: bool
+    prediction: Prediction, labels: Tensor | None, sets: Tensor | None, where: str, *, dense: bool
 ) -> dict[str, Tensor]:
+    probs = prediction.probs.detach().cpu()
+    likelihood = prediction.likelihood
     exact = likelihood.distribution(probs.double())
     columns = {"confidence": exact.confidence(), "predicted": exact.predicted()}
     truth = None if labels is None else likelihood.check_labels(labels.cpu(), probs, where)
@@ -217,7 +206,13 @@ def _classification_columns(
             columns[INPUT] = torch.arange(count)[:, None].expand_as(known)
         columns = {name: column[known] for name, column in columns.items()}
     # The losses come from the probabilities as they are, because the smallest probability depends on their data type.
-    return columns if truth is None else {**columns, **likelihood.distribution(probs).scores(truth)}
+    if truth is not None:
+        columns |= likelihood.distribution(probs).scores(truth)
+    if sets is not None:
+        columns["set size"] = sets.cpu().sum(1)
+        if truth is not None:
+            columns["covered"] = sets.cpu().gather(1, truth[:, None]).squeeze(1)
+    return columns
 
 
 def _regression_columns(
