@@ -262,8 +262,8 @@ def _decisions(
     curves: dict[str, list[list[float]]] = {}
     answers: list[AnswerResult] = []
     if likelihood.classification:
-        named = [name for name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if name in on_test]
-        curves = {name: risk_curve(on_test[name].data) for name in named}
+        unscaled = [method for method in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if method in on_test]
+        curves = {method: risk_curve(on_test[method].data) for method in unscaled}
         answers = [_answers_at(fitted, rate, own.data, outlying) for rate in ERROR_RATES]
     return DecisionResult(
         false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),

@@ -162,25 +162,24 @@ CLASS_COLUMNS = {
 
 
 def _class_table(comparison: Comparison, most: int | None) -> Table:
-    methods = [comparison.baseline, comparison.own]
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
-    baseline, own = (comparison.on_test[method].classes for method in methods)
+    by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.own)}
+    baseline, own = by_method.values()
     order = sorted(own, key=lambda name: (own[name]["accuracy"], -own[name]["count"]))
     metrics = [metric for metric in CLASS_COLUMNS if any(metric in values for values in baseline.values())]
     columns = [Column(f"{unit}s", digits=0)]
-    columns += [Column(method, CLASS_COLUMNS[metric]) for metric in metrics for method in methods]
-    values: dict[str, list[Number]] = {}
+    columns += [Column(method, CLASS_COLUMNS[metric]) for metric in metrics for method in by_method]
+    rows: dict[str, list[Number]] = {}
     for name in order[:most]:
-        numbers = [by_class[name].get(metric) for metric in metrics for by_class in (baseline, own)]
-        percentages = [None if number is None else 100 * number for number in numbers]
-        values[name] = [float(baseline[name]["count"]), *percentages]
+        values = [classes[name].get(metric) for metric in metrics for classes in by_method.values()]
+        rows[name] = [float(baseline[name]["count"]), *(None if value is None else 100 * value for value in values)]
     singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
     title = f"{singular.capitalize()} by {singular}"
-    if len(values) < len(order):
-        title = f"The worst {len(values)} of {len(order)} {plural}"
+    if len(rows) < len(order):
+        title = f"The worst {len(rows)} of {len(order)} {plural}"
     caption = f"The {plural} for which {comparison.own} has the lowest accuracy come first."
-    return make_table(title, caption, columns, values)
+    return make_table(title, caption, columns, rows)
 
 
 # --- regression ------------------------------------------------------------------------------------------------------

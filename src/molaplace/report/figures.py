@@ -148,15 +148,15 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
     details = _details(comparison)
     drawn = strokes(comparison.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
-    made = []
+    drawn_panels = []
     for title, methods in panels.items():
         lines = [Line([0, 1], [0, 1], "", GUIDE)]
         for method in methods:
             rows = [[number or 0.0 for number in row] for row in details[method].coverage]
             level, covered, error = np.array(rows).T
             lines.append(Line(level, covered, method, drawn[method], error))
-        made.append(Panel(title, lines, settings))
-    return draw_panels(made)
+        drawn_panels.append(Panel(title, lines, settings))
+    return draw_panels(drawn_panels)
 
 
 def draw_spread(comparison: Comparison) -> Figure:

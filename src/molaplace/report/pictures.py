@@ -43,8 +43,7 @@ def example_sets(
     known = [info for info in sets.values() if info.name in pictures and info.name in with_confidence]
     shifted = [info for info in known if info.role == "shift"]
     indices = [(index + 1) * len(shifted) // MOST_SHIFTED - 1 for index in range(MOST_SHIFTED)] if shifted else []
-    chosen = [shifted[index] for index in indices]
-    return [info for info in known if info not in shifted or info in chosen]
+    return [info for info in known if info not in shifted or shifted.index(info) in indices]
 
 
 def draw_examples(

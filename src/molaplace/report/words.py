@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +54,6 @@ class Finding:
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
     """Return the verdict on the test data and on each outlier set."""
     sentences = [_loss_sentence(comparison)]
-    if not comparison.regression:
-        sentences.append(_confidence_sentence(comparison))
     outliers = comparison.of_role("outlier")
     if not outliers:
         sentences.append("Add `--ood DATA` to measure OOD detection.")
@@ -89,18 +86,6 @@ def _against(method: str, gap: float, error: float | None, digits: int) -> str:
     if abs(gap) > CLEAR * error:
         return f"clearly {direction} than that of {method} (by {size})"
     return f"not clearly different from that of {method} ({size} {direction})"
-
-
-def _confidence_sentence(comparison: Comparison) -> str:
-    metrics = comparison.on_test[comparison.own].metrics
-    confidence = metrics["confidence"]
-    gap = 100 * (confidence - metrics["accuracy"])
-    # Standard error of the accuracy if the true accuracy equals the mean confidence.
-    chance = 100 * math.sqrt(max(0.0, confidence * (1 - confidence)) / comparison.test.count)
-    if abs(gap) > chance:
-        direction = "over" if gap > 0 else "under"
-        return f"{comparison.own} is {direction}confident by {abs(gap):.2f} percentage points on average."
-    return f"The mean confidence of {comparison.own} differs from its accuracy by no more than chance would explain."
 
 
 def lead_sentence(lead: Lead, what: str, digits: int = 2) -> str:
