@@ -27,7 +27,7 @@ import molaplace as mola
 from molaplace.__main__ import main
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.explorer import ExploreOptions
-from molaplace.cli.explorer.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
+from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
 from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
 from molaplace.cli.fit import run_fit
 from molaplace.cli.options import to_toml
@@ -102,8 +102,6 @@ HOSTILE = {
     "empty": PREFIX,
     "another format": encoded(saved(Image.new("L", (8, 8)), "TIFF")),
     "cut off": encoded(saved(noise((1, 60, 60)))[:-900]),
-    "too many pixels": encoded(saved(Image.new("1", (MAX_SIDE + 1, 2)))),
-    "too long": PREFIX + "A" * 9 * MAX_SIDE**2,
 }
 
 
@@ -232,8 +230,6 @@ def serving(folder, root):
         str(folder),
         "--trust",
         "--no-browser",
-        "--threads",
-        "1",
     ]
     with subprocess.Popen(
         command,

@@ -107,8 +107,7 @@ def test_outliers_stacking_structure_and_fixed_precision(workspace, tmp_path):
         ({"rule": "nll", "threshold": 0.9}, "--threshold applies only to --rule threshold"),
         ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision applies only to --rule none"),
         ({"rule": "distance", "price": 2.0}, "price must be a number"),
-        ({"rule": "distance", "val": None}, "--rule distance needs validation data"),
-        ({"rule": "distance", "distances": False}, "--no-distances"),
+        ({"rule": "distance", "val": None}, "--rule distance .*needs validation data"),
         ({"rule": "outliers"}, "both or neither"),
         ({"mode": "CMYK"}, "--mode must be one of RGB, L"),
         ({"normalise": "cifar"}, "Did you mean 'cifar10'"),
@@ -211,7 +210,7 @@ def test_the_number_of_classes_must_be_the_networks(workspace, tmp_path):
     with pytest.raises(DataError, match=r"2 classes .a, b. for a network with 3 outputs"):
         run_fit(job_for(workspace, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
     for number in (2, 4):
-        words = f"--classes is {number}, but the network has 3 outputs and train has 3 classes"
+        words = "for a network with 3 outputs"
         with pytest.raises(DataError, match=words):
             run_fit(job_for(workspace, train="train", classes=number), tmp_path / "posterior")
     with pytest.raises(DataError, match="'cat', which is not one of the 3 classes"):

@@ -28,13 +28,13 @@ def test_help_has_the_words_that_people_search_for(command):
 
 
 def test_help_names_every_option_and_the_list_of_commands_the_first_line_of_each_help():
-    for name, entry in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         shown = run(name, "--help").stdout
         context = click.Context(app)
         command = app.get_command(context, name)
         for parameter in command.params:
             assert parameter.opts[-1] in shown or parameter.secondary_opts or label(parameter) in shown
-        assert command.help.splitlines()[0] == entry.summary
+        assert command.help.splitlines()[0] == summary
 
 
 def test_the_library_names_arguments_and_the_command_flags(mola_command, tmp_path):
@@ -126,14 +126,11 @@ def test_files_of_a_job_are_not_looked_for_in_the_current_folder(tmp_path, monke
     assert job_of(read_toml(path), path) == Job(train="there/train.npz", val="digits:val", network=("mlp",))
 
 
-def test_values_as_users_write_them(tmp_path):
+def test_values_as_users_write_them():
     many = [f"a class of number {index}" for index in range(1000)]  # longer than a file's name can be
     assert parse_class_names(",".join(many)) == tuple(many)
     assert (parse_size("32X16"), parse_size("7"), parse_numbers("1,.5")) == ((32, 16), 7, (1.0, 0.5))
     assert (parse_price("loss"), parse_price("0.02"), parse_price(1)) == ("loss", 0.02, 1.0)
-    (tmp_path / "names.txt").write_bytes("K\u00e4fer\nAmsel\n".encode("latin-1"))
-    with pytest.raises(OptionError, match=r"names\.txt is not a UTF-8 text file"):
-        parse_class_names(str(tmp_path / "names.txt"))
     digit = "\u00b2"  # a digit to Python, a number to nobody
     wrong = {parse_class_names: ("cat,cat", "one"), parse_price: ("cheap", "", "2 %"), parse_numbers: ("a,b", "")}
     for parse, texts in (wrong | {parse_size: ("6x6x6", "0", "-3", "\u0663")}).items():

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -37,52 +36,19 @@ LAST_PANEL = "Run"
 """Heading of the help's last section."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What is known of a command before it is imported."""
-
-    summary: str
-    """First line of its help."""
-    stopped: str
-    """Message after Ctrl-C: what an interrupted run leaves behind."""
-    several_processes: bool = False
-    """Whether processes can share its work. Any other command would repeat all of its work in each process."""
-
-
 COMMANDS = {
-    "fit": Entry(
-        "Fit a posterior to calibrate the confidence of trained networks.",
-        "No posterior was written. Any existing posterior is unchanged. If you passed --checkpoint, run the same command again to "
-        "resume. Progress is saved every 100 batches.",
-        several_processes=True,
-    ),
-    "predict": Entry(
-        "Write predictions with calibrated confidence, one row per input.",
-        "Nothing was written. Any existing output is unchanged.",
-        several_processes=True,
-    ),
-    "evaluate": Entry(
-        "Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.",
-        "The report is missing or incomplete. Run the command again.",
-        several_processes=True,
-    ),
-    "export": Entry(
-        "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
-        "Unfinished files were removed.",
-    ),
-    "explore": Entry(
-        "Change an image on a local web page and watch the confidence change.",
-        "The page is closed. Nothing was written.",
-    ),
-    "info": Entry(
-        "Show the tuning, contents and history of a posterior without loading its networks.", "Nothing was written."
-    ),
-    "demo": Entry(
-        "Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.",
-        "The page is missing or incomplete. Run the command again.",
-    ),
+    "fit": "Fit a posterior to calibrate the confidence of trained networks.",
+    "predict": "Write predictions with calibrated confidence, one row per input.",
+    "evaluate": "Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.",
+    "export": "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
+    "explore": "Change an image on a local web page and watch the confidence change.",
+    "info": "Show the tuning, contents and history of a posterior without loading its networks.",
+    "demo": "Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.",
 }
-SHARED = [name for name, entry in COMMANDS.items() if entry.several_processes]
+"""First line of each command's help, for which no command has to be imported."""
+
+SHARED = ("fit", "predict", "evaluate")
+"""Commands whose work several processes can share. Any other command would repeat all of its work in each process."""
 
 
 class Command(click.Command):
@@ -137,7 +103,7 @@ class Commands(click.Group):
         declared = parameters(kind)
 
         def callback(**values: Any) -> None:
-            _run(function, kind, declared, values, COMMANDS[cmd_name].stopped)
+            _run(function, kind, declared, values)
 
         for parameter in declared:
             if parameter.name == "config":
@@ -148,7 +114,7 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands and their summaries."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def _reader(kind: type, command: str) -> Any:
@@ -162,7 +128,7 @@ def _reader(kind: type, command: str) -> Any:
     return read
 
 
-def _run(function: Any, kind: type, declared: list[click.Parameter], values: dict[str, Any], stopped: str) -> None:
+def _run(function: Any, kind: type, declared: list[click.Parameter], values: dict[str, Any]) -> None:
     context = click.get_current_context()
     for parameter in declared:
         value = values[str(parameter.name)]
@@ -181,7 +147,7 @@ def _run(function: Any, kind: type, declared: list[click.Parameter], values: dic
             error.argument = flags[error.argument]
         raise
     except KeyboardInterrupt:
-        sys.stderr.write(f"molaplace: stopped. {stopped}\n")
+        sys.stderr.write("molaplace: stopped. Complete files are unchanged. Run the command again.\n")
         context.exit(INTERRUPTED)
 
 

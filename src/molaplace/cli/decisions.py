@@ -185,22 +185,6 @@ def _require_validation(fitted: PosteriorFolder, option: str) -> None:
         )
 
 
-def gated_threshold(
-    known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
-) -> AnswerThreshold:
-    """Return the confidence threshold, at least 0, above which inputs that do not raise the alarm are answered.
-
-    Raises:
-        DataError: If no threshold guarantees the error rate.
-    """
-    # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
-    quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
-    answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
-    # Minus infinity means that every input that does not raise the alarm is answered. It is replaced by 0, which JSON can represent.
-    # Confidences are above 0.
-    return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
-
-
 def make_decisions(
     fitted: PosteriorFolder,
     *,
@@ -210,7 +194,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Return the thresholds requested by the options in `molaplace.cli.option_groups.Deciding`. The default false-alarm rate is 0.05."""
+    """Return the thresholds requested by the options in `DecisionOptions`. The default false-alarm rate is 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:
@@ -229,7 +213,13 @@ def make_decisions(
     if error_rate is not None:
         known, score = saved_calibration(fitted, "--error-rate")
         with _naming("--error-rate"):
-            answer = gated_threshold(known, score, limit, error_rate, CERTAINTY if certainty is None else certainty)
+            # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
+            quiet = known.confidence if limit is None else torch.where(score > limit, -math.inf, known.confidence)
+            answer = abstain_threshold(
+                known, None, error_rate, CERTAINTY if certainty is None else certainty, score=quiet
+            )
+        if answer < 0:  # minus infinity means that all of these inputs are answered, for which JSON has no number
+            answer = AnswerThreshold(0.0, **vars(answer))
     if coverage is not None and regression:
         prediction, targets = saved_predictions(fitted, "--coverage")
         with _naming("--coverage"):

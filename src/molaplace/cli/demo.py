@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.option_groups import Quiet
 from molaplace.cli.options import option
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder
@@ -24,7 +23,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(Quiet):
+class DemoOptions:
     """Options for `molaplace demo`."""
 
     output: Path = option(
@@ -34,6 +33,7 @@ class DemoOptions(Quiet):
         metavar="DIR",
     )
     seed: int = option(0, "Random seed for the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
+    quiet: bool = option(False, "Print nothing")
 
 
 def demo(options: DemoOptions) -> None:
@@ -42,7 +42,8 @@ def demo(options: DemoOptions) -> None:
     Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
     data, rotated digits and OOD inputs. Writes a web page with tables and figures, and the networks. Takes about a minute.
     """
-    output, quiet = options.output, options.quiet
+    output = options.output
+    quiet = options.quiet
     check_report_folder(output)
     with showing_progress(quiet=quiet) as progress:
         result = run_demo(DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))

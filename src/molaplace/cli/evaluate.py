@@ -29,7 +29,7 @@ from molaplace.cli.evaluated_methods import (
 )
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import RUN, Progress
-from molaplace.cli.option_groups import MORE, PosteriorOptions, SummaryOptions
+from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
 from molaplace.cli.prediction_table import output_names
 from molaplace.cli.progress import showing_progress
@@ -56,7 +56,7 @@ MOST_LINES = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(PosteriorOptions, SummaryOptions):
+class EvaluateOptions(PosteriorOptions, RunOptions):
     """Options for `molaplace evaluate`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")

@@ -17,7 +17,7 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.option_groups import DecisionOptions, PosteriorOptions, SummaryOptions
+from molaplace.cli.option_groups import DecisionOptions, PosteriorOptions, RunOptions
 from molaplace.cli.options import check_writable, option, write_run
 from molaplace.cli.progress import showing_progress
 from molaplace.errors import OptionError
@@ -29,7 +29,7 @@ def _parse_names(value: str | list[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
+class ExportOptions(PosteriorOptions, DecisionOptions, RunOptions):
     """Options for `molaplace export`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")

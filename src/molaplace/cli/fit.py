@@ -26,14 +26,15 @@ from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
 from molaplace.cli.data.opening import are_same, open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, decision_columns, default_alarm, saved_columns, thinned
-from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move
+from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
+from molaplace.cli.info import print_information
 from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job, Progress
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
-from molaplace.cli.option_groups import SummaryOptions
+from molaplace.cli.option_groups import RunOptions
 from molaplace.cli.options import as_document, option, to_toml
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.regression import networks_alone, noise_factors, summary
-from molaplace.cli.shared import finish, scaling_words
+from molaplace.cli.shared import finish
 from molaplace.distributed import Team
 from molaplace.errors import DataError, MolaWarning, OptionError, warn
 from molaplace.evaluation import PredictionColumns
@@ -43,7 +44,6 @@ from molaplace.links import LINKS, as_link
 from molaplace.network import as_batch, call, check_positions, evaluating, find_heads
 from molaplace.options import counted, one_of
 from molaplace.posterior import MoLA
-from molaplace.report.tables import Column, make_table, print_table
 from molaplace.rules import RULES, Outliers, Rule, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.saving.files import write_atomically, write_folder
@@ -69,10 +69,6 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
             f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
             f"of the two options."
         )
-    if name == "distance" and not job.distances:
-        raise OptionError(
-            "--rule distance needs distances, but --no-distances omits them. Remove one of the two options."
-        )
     if (name == "outliers") != (job.outliers is not None):
         raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
     if name == "outliers":
@@ -93,10 +89,9 @@ def check_job(job: Job) -> None:
     as_link(one_of(job.link, LINKS, "--link"), likelihood)
     one_of(job.mixing, WEIGHTINGS, "--mixing")
     rule = make_rule(job, None)
-    needing = f"--rule {job.rule_name}" if rule is not None and rule.needs_data else "--mixing stacking"
-    if job.val is None and (job.mixing == "stacking" or needing.startswith("--rule")):
+    if job.val is None and (job.mixing == "stacking" or (rule is not None and rule.needs_data)):
         raise OptionError(
-            f"{needing} needs validation data. Pass --val, or use --rule evidence, which needs no validation data."
+            f"--rule {job.rule_name} with --mixing {job.mixing} needs validation data. Pass --val, or use --rule evidence."
         )
     if job.rule_name in RULES:
         as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
@@ -335,22 +330,16 @@ class FitData:
         self.classes = self.classes or train.classes
         self.inputs = describe_inputs(self.first)
         self.outputs = self._count_outputs(built, isinstance(train, ImageDataset))
-        listed = self.classes or ()
-        many = len(listed)
-        outputs = counted(self.outputs, "output")
-        classes = f"{counted(many, 'class', 'classes')} ({', '.join(listed[:5])}{', ...' if many > 5 else ''})"
-        if isinstance(job.classes, int) and job.classes != self.outputs:
-            contents = f"the network has {outputs}" + (f" and {job.train} has {classes}" if listed else "")
+        names = self.classes or ()
+        count = job.classes if isinstance(job.classes, int) else len(names) or self.outputs
+        if count != self.outputs or len(names) not in (0, self.outputs):
+            listed = (
+                f"{counted(len(names), 'class', 'classes')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+            )
             raise DataError(
-                f"--classes is {job.classes}, but {contents}. Correct --classes, or choose other data or networks."
+                f"got {listed if names else f'--classes {count}'} for a network with {counted(self.outputs, 'output')}. Pass all class "
+                f"names, in the order of the outputs, with --classes, or choose other data or networks."
             )
-        if listed and many != self.outputs:
-            advice = (
-                f"Remove from {job.train} any folders or names that are not classes, or use networks with {many} outputs"
-                if listed == train.classes and many > self.outputs
-                else "Pass all class names, in the order of the outputs, with --classes"
-            )
-            raise DataError(f"got {classes} for a network with {outputs}. {advice}.")
         # The data are opened again because the possible labels are now known.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
@@ -389,24 +378,8 @@ class FitData:
         return Loader(source, self.skipped, self.job.strict, labelled, on_share, self.team)
 
 
-DISCRETE = [
-    ("accuracy", "accuracy %", 100, 2),
-    ("nll", "NLL", 1, 4),
-    ("ece", "ECE %", 100, 2),
-    ("confidence", "mean conf. %", 100, 2),
-]
-REGRESSION = [
-    ("rmse", "RMSE", 1, 4),
-    ("nll", "NLL", 1, 4),
-    ("crps", "CRPS", 1, 4),
-    ("std", "mean std.", 1, 4),
-    ("coverage", "in 90 % intervals %", 100, 1),
-]
-"""Metric, heading, factor and number of decimal places for each column of the table."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(SummaryOptions, Job):
+class FitOptions(RunOptions, Job):
     """Options for `molaplace fit`: the job's options, plus options that do not affect the posterior."""
 
     output: Path = option(
@@ -439,45 +412,12 @@ def fit(options: FitOptions) -> None:
                 options, options.output, progress, bundle=options.bundle, team=team, checkpoint=options.checkpoint
             )
     if not quiet and not as_json:
-        _show(options, summary)
+        folder = escape(str(options.output))
+        instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
+        console = Console(highlight=False)
+        print_information(console, read_information(options.output))
+        console.print(
+            f"Wrote [bold]{folder}[/bold]{instead}. Next: molaplace predict {folder} DATA -o predictions.csv",
+            soft_wrap=True,
+        )
     finish(SkippedInputs(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)
-
-
-def _show(options: FitOptions, summary: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    result = summary["result"]
-    networks = len(result["prior_precision"])
-    outputs = counted(result["outputs"], "class", "classes")
-    if options.likelihood != "categorical":
-        outputs = counted(result["outputs"], "output")
-    if options.heteroscedastic:
-        outputs += f", means and variances of {counted(result['outputs'] // 2, 'target')},"
-    part = "position" if result["has_positions"] else "input"
-    datum = "input" if options.positions == "average" else part
-    precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in result["prior_precision"]))
-    rule = f", rule {result['rule']}" if result["rule"] else ""
-    console.print(
-        f"Fitted {counted(networks, 'network')} with {outputs} on {counted(result['train_count'], datum)}: structure "
-        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(result))}{rule}."
-    )
-    if result["images"]:
-        console.print(f"Images: {result['images']}.")
-    measured = result["validation"]
-    if measured:
-        columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
-        # The first row uses the same mixture weights as the posterior, but no covariances.
-        rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
-        values = {name: [factor * metrics[key] for key, _, factor, _ in columns] for name, metrics in rows.items()}
-        caption = f"{counted(measured['count'], part)}, also used for tuning. For other data, use `molaplace evaluate`."
-        headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
-        print_table(console, make_table("On the validation data", caption, headings, values))
-    first, *notes = summary["notes"] or ["Not tuned: the given prior precision is used."]
-    for note in notes:
-        console.print(f"Note: {escape(note)}")
-    console.print(f"[bold]{escape(first)}[/bold]")
-    folder = escape(str(options.output))
-    instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
-    console.print(
-        f"Wrote [bold]{folder}[/bold]{instead}. Next: molaplace predict {folder} DATA -o predictions.csv",
-        soft_wrap=True,
-    )

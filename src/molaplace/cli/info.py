@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from molaplace.cli.options import option
-from molaplace.cli.shared import scaling_words
 from molaplace.options import counted
+from molaplace.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,11 @@ def info(options: InfoOptions) -> None:
     if options.as_json:
         click.echo(json.dumps(information, indent=2, ensure_ascii=False))
         return
-    console = Console(highlight=False)
+    print_information(Console(highlight=False), information)
+
+
+def print_information(console: Console, information: dict[str, Any]) -> None:
+    """Print what `read_information` returned as a table."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -52,7 +56,8 @@ def info(options: InfoOptions) -> None:
 def _lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in information["prior_precision"]))
     tuning, *notes = information["notes"] or ["not tuned: the given prior precision is used"]
-    scaling = ", ".join(scaling_words(information)) or "none"
+    changed = Settings.from_json(information).changed()
+    scaling = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in changed.items()) or "none"
     weights = (
         "uniform"
         if len(set(information["weights"])) == 1
@@ -105,13 +110,8 @@ def _lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     validation = information["validation"]
     if validation:
         for name, key in (("networks alone", "networks"), ("with the posterior", "posterior")):
-            metrics = validation[key]
-            words = f"NLL {metrics['nll']:.4f}, "
-            if information["likelihood"] == "gaussian":
-                words += f"RMSE {metrics['rmse']:.4g}, {100 * metrics['coverage']:.1f} % in 90 % intervals"
-            else:
-                words += f"ECE {100 * metrics['ece']:.2f} %, accuracy {100 * metrics['accuracy']:.2f} %"
-            lines.append((name, f"{words} on the validation data"))
+            metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in validation[key].items())
+            lines.append((name, f"{metrics} on the validation data"))
         rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
     versions = ", ".join(f"{name} {version}" for name, version in information["versions"].items())

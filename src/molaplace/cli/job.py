@@ -74,10 +74,6 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
     if isinstance(value, str):
         try:
             value = Path(value).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise OptionError(
-                f"{value} is not a UTF-8 text file. Pass a file with one class name on each line."
-            ) from error
         except OSError:  # the file does not exist, or the string is too long for a file name
             value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):

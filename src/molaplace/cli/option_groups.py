@@ -14,23 +14,11 @@ DECISIONS = "Decisions, calibrated on the validation data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quiet:
-    """Options for commands that print output."""
+class RunOptions:
+    """Options for commands that run long computations, and write a summary and a run file."""
 
     quiet: bool = option(False, "Print nothing", panel=RUN, stored=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(Quiet):
-    """Options for commands that run long computations."""
-
     threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", stored=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryOptions(RunOptions):
-    """Options for commands that write a summary and a run file."""
-
     as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, stored=False)
     config: Path | None = option(
         None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, stored=False
@@ -38,16 +26,10 @@ class SummaryOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """Options for commands that run networks."""
-
-    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PosteriorOptions(Device):
+class PosteriorOptions:
     """Options for commands that open a posterior's folder."""
 
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
     network: tuple[str, ...] = option(
         (),
         "Networks, named as in `molaplace fit`",

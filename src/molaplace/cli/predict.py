@@ -20,7 +20,7 @@ from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batc
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
-from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, SummaryOptions
+from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
 from molaplace.cli.prediction_table import PredictionTable, Sums, output_names
 from molaplace.cli.progress import showing_progress
@@ -33,7 +33,7 @@ from molaplace.posterior import MoLA
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
+class PredictOptions(PosteriorOptions, DecisionOptions, RunOptions):
     """Options for `molaplace predict`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
@@ -56,8 +56,7 @@ class PredictOptions(PosteriorOptions, DecisionOptions, SummaryOptions):
 def summary_sentence(summary: dict[str, Any]) -> str:
     """Return the summary of `run_predict` as a sentence."""
     if "std" in summary:
-        words = f"mean standard deviation {summary['std']:.4g}, epistemic share of the variance {100 * summary['epistemic_share']:.1f} %, "
-        words += f"mean interval width {summary['width']:.4g}"
+        words = f"mean standard deviation {summary['std']:.4g}, mean interval width {summary['width']:.4g}"
     else:
         words = f"mean confidence {summary['confidence']:.3f}, mean entropy {summary['entropy']:.3f} (epistemic part "
         words += f"{summary['epistemic']:.3f})"
@@ -77,8 +76,8 @@ def run_predict(
     """Make predictions for a set, batch by batch, and write each batch as soon as it is ready.
 
     Unusable inputs also get a row, which states the reason. Rank 0 of a team writes the file and returns a summary as plain
-    values: counts, the means of `molaplace.cli.prediction_table.Columns.sums`, thresholds, and the inputs that were left out. All other
-    ranks return None.
+    values: counts, the means of the quantities that `PredictionTable.sums` adds up, thresholds, and the inputs that were left out.
+    All other ranks return None.
     """
     began = time.perf_counter()
     output = options.output
@@ -105,11 +104,12 @@ def run_predict(
             sums |= {name: sums.get(name, 0) + value for name, value in (portion.sums or {}).items()}
             writer.add(portion)
         if processes.first:
-            skipped.require_some(sums["count"], source.name)
+            skipped.require_some(int(sums["count"]), source.name)
     progress("done", 1.0)
     if not processes.first:
         return None
-    count, positions, labels = (sums.pop(name) for name in ("count", "positions", "labels"))
+    count = int(sums.pop("count"))
+    positions = int(sums.pop("positions"))
     summary = {
         "output": str(output),
         "count": count,
@@ -121,8 +121,6 @@ def run_predict(
     }
     if posterior.is_dense:
         summary["positions"] = positions
-    if posterior.likelihood.classification:
-        summary["labels"] = dict(zip(columns.names, labels.tolist(), strict=True))
     return summary
 
 
@@ -142,15 +140,14 @@ def _portions(
     posterior: MoLA, batches: Iterator[InputBatch], columns: PredictionTable, *, arrays: bool
 ) -> Iterator[OutputBatch]:
     for rows in batches:
-        shown = rows._replace(inputs=None, labels=None)
+        without_tensors = rows._replace(inputs=None, labels=None)
         if rows.inputs is None:
-            yield OutputBatch(shown)
+            yield OutputBatch(without_tensors)
             continue
         for prediction in posterior.predict_batches([as_loader_batch(rows._replace(labels=None))]):
             fields = columns.fields(prediction)
             table = columns.table(prediction, fields)
-            sums = columns.sums(fields, prediction.axis)
-            yield OutputBatch(shown, table, columns.arrays(fields) if arrays else None, sums)
+            yield OutputBatch(without_tensors, table, columns.arrays(fields) if arrays else None, columns.sums(fields))
 
 
 def _in_order(portions: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:

@@ -1,7 +1,7 @@
 """Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
 
 Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their indices. For dense
-outputs, tables contain means over positions. ArrayDataset have the same layout as the prediction's fields.
+outputs, tables contain means over positions. Arrays have the same layout as the prediction's fields.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from molaplace.cli.decisions import Decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.likelihoods import Gaussian, Likelihood
 
-Sums = dict[str, Any]
+Sums = dict[str, float]
 """Sums over predictions; the sums of several batches can be added."""
 
 INTERVAL = 0.9
@@ -28,6 +29,9 @@ REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", 
 
 ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer", "set", "prob")
 """Fields in the order of their columns."""
+
+AVERAGED = ("confidence", "std", "entropy", "epistemic", "outlying", "answer")
+"""Fields whose means the summary contains."""
 
 SEPARATOR = "|"
 """Separator between labels in the "class" column of multi-label predictions."""
@@ -100,7 +104,7 @@ class PredictionTable:
         table: dict[str, Any] = {"positions": [positions] * len(fields["ood_score"])}
         for name, values in fields.items():
             if name == "label":
-                shares = self._counts(values, axis) / positions
+                shares = self._shares(values, axis)
                 table |= {f"share_{output}": shares[:, index] for index, output in enumerate(self.names)}
             elif (
                 not self.likelihood.classification and values.dim() > fields["ood_score"].dim() and len(self.names) > 1
@@ -111,37 +115,27 @@ class PredictionTable:
                 table[name] = values.flatten(1).double().mean(1).numpy()
         return pandas.DataFrame(table)
 
-    def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
-        # Return the number of positions (n, C) at which each class or label is predicted.
+    def _shares(self, label: Tensor, axis: int) -> NDArray[Any]:
+        # Return the fraction of positions (n, C) at which each class or label is predicted.
         if self.likelihood.mutually_exclusive:
-            return np.stack([np.bincount(labels.flatten(), minlength=len(self.names)) for labels in label])
-        return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
+            label = torch.nn.functional.one_hot(label, len(self.names)).flatten(1, -2)
+        else:
+            label = label.movedim(axis, -1).flatten(1, -2)
+        return label.double().mean(1).numpy()
 
-    def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
-        """Return the sum of each quantity, such as the confidence, over all inputs and positions.
+    def sums(self, fields: dict[str, Tensor]) -> Sums:
+        """Return the number of inputs ("count") and of positions ("positions"), and the sum of each quantity over all positions.
 
         If there are several labels or targets, each quantity is first averaged over them.
-
-        The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of times
-        that each class or label is predicted ("labels").
         """
-        labels = np.zeros(len(self.names), dtype=np.int64)
-        if self.likelihood.classification:
-            values = {name: fields[name] for name in ("confidence", "entropy", "epistemic")}
-            label = fields["label"]
-            labels += self._counts(label.flatten()[None] if self.likelihood.mutually_exclusive else label, axis).sum(0)
-        else:
-            epistemic = fields["epistemic"].double()
-            aleatoric = fields["aleatoric"].double()
-            values = {"std": fields["std"], "epistemic_share": epistemic / (epistemic + aleatoric)}
+        values = {name: fields[name] for name in AVERAGED if name in fields}
+        if "lower" in fields:
             values["width"] = fields["upper"] - fields["lower"]
-        values |= {name: fields[name] for name in ("outlying", "answer") if name in fields}
         if "set" in fields:
-            sizes = fields["set"].sum(1)
-            values |= {"set_size": sizes, "empty_sets": sizes == 0}
+            values["set_size"] = fields["set"].sum(1)
         positions = fields["ood_score"].numel()
         sums = {name: float(field.double().mean()) * positions for name, field in values.items()}
-        return {"count": len(fields["ood_score"]), "positions": positions, "labels": labels, **sums}
+        return {"count": len(fields["ood_score"]), "positions": positions, **sums}
 
 
 def _field(column: str) -> str:

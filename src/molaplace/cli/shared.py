@@ -14,7 +14,6 @@ from molaplace.cli.data.dataset import SkippedInputs
 from molaplace.cli.options import check_writable
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
-from molaplace.settings import Settings
 
 LEFT_OUT = 3
 """Exit code of a command that succeeded but left some inputs out."""
@@ -46,9 +45,3 @@ def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_js
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
     if len(skipped) and team.size == 1:
         raise click.exceptions.Exit(LEFT_OUT)
-
-
-def scaling_words(information: dict[str, Any]) -> list[str]:
-    """Return a description of each logit-scaling setting that differs from its neutral value."""
-    changed = Settings.from_json(information).changed()
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in changed.items()]

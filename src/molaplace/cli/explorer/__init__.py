@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from molaplace.cli.job import RUN
-from molaplace.cli.option_groups import PosteriorOptions, RunOptions
+from molaplace.cli.option_groups import PosteriorOptions
 from molaplace.cli.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExploreOptions(PosteriorOptions, RunOptions):
+class ExploreOptions(PosteriorOptions):
     """Options for `molaplace explore`."""
 
     posterior: Path | None = option(
@@ -21,4 +21,5 @@ class ExploreOptions(PosteriorOptions, RunOptions):
         None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"
     )
     browser: bool = option(True, "Do not open the page in a browser")
+    quiet: bool = option(False, "Print nothing", panel=RUN)
     seed: int = option(0, "Random seed for the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)
