@@ -32,7 +32,8 @@ def slow(scores, wrong, rate, doubt):
     """The procedure as it is written down: every threshold there is, each with its own exact p-value."""
     starts = _starts(len(scores), rate, doubt)
     thresholds = [*sorted(set(scores), reverse=True), -math.inf]
-    level, best = Fraction(0), None
+    level = Fraction(0)
+    best = None
     descending = sorted(scores, reverse=True)
     for threshold in thresholds:
         for start in starts:
@@ -81,7 +82,9 @@ def broken(masses, risks, count, rate, certainty):
         above = [s for s in range(len(masses)) if s > threshold]
         return sum(masses[s] * risks[s] for s in above) / sum(masses[s] for s in above)
 
-    wrong, chosen, total = 0.0, 0.0, 0.0
+    wrong = 0.0
+    chosen = 0.0
+    total = 0.0
     for draw in combinations_with_replacement(cells, count):
         counts = [draw.count(cell) for cell in cells]
         weight = math.factorial(count) / math.prod(map(math.factorial, counts))
@@ -111,7 +114,8 @@ def broken(masses, risks, count, rate, certainty):
     ],
 )
 def test_the_promise_is_kept_by_enumeration(masses, risks, rate):
-    count, certainty = 9, 0.8
+    count = 9
+    certainty = 0.8
     wrong, chosen = broken(masses, risks, count, rate, certainty)
     assert wrong <= 1 - certainty + 1e-12
     assert chosen > 0.01
@@ -128,28 +132,28 @@ def test_the_threshold_is_a_number_and_a_rule():
     s = draw.random(1000)
     probs, labels = made((1 + s) / 2, torch.from_numpy(draw.random(1000) > (1 - s) / 2))
     prediction = mola.Prediction({"probs": probs})
-    answer = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95)
-    own = mola.abstain_threshold(prediction, labels, 0.1, score=-prediction.entropy)
-    answered = prediction.confidence > answer
+    threshold = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95)
+    by_entropy = mola.abstain_threshold(prediction, labels, 0.1, score=-prediction.entropy)
+    answered = prediction.confidence > threshold
     # With two classes, entropy and confidence are one order.
-    assert torch.equal(answered, own(-prediction.entropy))
-    assert torch.equal(answered, answer(prediction))
-    assert torch.equal(answered, answer(probs.numpy()))
-    assert int(answered.sum()) == answer.answered
-    assert int((labels[answered] != 0).sum()) == answer.errors
-    again = pickle.loads(pickle.dumps(answer))
-    assert (again, vars(again)) == (answer, vars(answer))
+    assert torch.equal(answered, by_entropy(-prediction.entropy))
+    assert torch.equal(answered, threshold(prediction))
+    assert torch.equal(answered, threshold(probs.numpy()))
+    assert int(answered.sum()) == threshold.answered
+    assert int((labels[answered] != 0).sum()) == threshold.errors
+    again = pickle.loads(pickle.dumps(threshold))
+    assert (again, vars(again)) == (threshold, vars(threshold))
     with pytest.raises(OptionError, match="chosen for your own scores"):
-        own(prediction)
+        by_entropy(prediction)
 
 
 def test_everything_is_answered_but_minus_infinity():
     """As for inputs with an alarm: they are neither answered nor counted."""
     probs, labels = made(torch.linspace(0.6, 0.9, 800), torch.arange(800) % 2 == 0)
     score = torch.where(labels == 1, -math.inf, probs[:, 0])
-    answer = mola.abstain_threshold(probs, labels, 0.02, score=score)
-    assert (answer, answer.answered, answer.errors) == (-math.inf, 400, 0)
-    assert int(answer(score).sum()) == 400
+    threshold = mola.abstain_threshold(probs, labels, 0.02, score=score)
+    assert (threshold, threshold.answered, threshold.errors) == (-math.inf, 400, 0)
+    assert int(threshold(score).sum()) == 400
     plain = mola.abstain_threshold(probs[labels == 0], labels[labels == 0], 0.02)
     assert (plain, plain.share) == (0.0, 1.0)
 

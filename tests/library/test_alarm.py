@@ -16,8 +16,8 @@ RATES = (0.01, 0.05, 0.29, 0.1, 0.3, 1 / 3, 0.5, 0.77, 0.9)
 def share_of_alarms(scores, rate):
     """Leave each datum out in turn: for exchangeable data this is the probability of a false alarm given the n + 1 scores."""
     alarms = 0
-    for place, score in enumerate(scores):
-        others = np.delete(scores, place)
+    for index, score in enumerate(scores):
+        others = np.delete(scores, index)
         alarms += score > mola.alarm_threshold(torch.from_numpy(others), rate)
     return Fraction(int(alarms), len(scores))
 
@@ -50,8 +50,8 @@ def test_tensors_arrays_lists_and_predictions_have_one_threshold():
     scores = prediction.ood_score
     threshold = mola.alarm_threshold(prediction, 0.05)
     assert int((scores > threshold).sum()) == 9  # the 191st of 200 is no alarm itself
-    for given in (scores, scores.numpy(), scores.tolist()):
-        assert mola.alarm_threshold(given, 0.05) == threshold
+    for values in (scores, scores.numpy(), scores.tolist()):
+        assert mola.alarm_threshold(values, 0.05) == threshold
 
 
 @pytest.mark.parametrize(("rate", "needed"), [(0.05, 19), (0.1, 9), (0.01, 99), (1 / 3, 2), (0.3, 3), (0.5, 1)])

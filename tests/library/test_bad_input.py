@@ -22,7 +22,7 @@ from tests.conftest import STRUCTURES
 from tests.library.problems import LOADER, X, Y
 from tests.witness import unchanged
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 
 
 def make_network(width=4, classes=3):
@@ -53,11 +53,9 @@ def scene(tmp_path_factory):
 
 def refuse(scene, action, kind, words):
     """The action fails with these words, and changes neither the networks, nor the posterior, nor the files."""
-    files, precisions, weights = (
-        contents(scene.folder),
-        scene.posterior.prior_precision,
-        scene.posterior.weights.clone(),
-    )
+    files = contents(scene.folder)
+    precisions = scene.posterior.prior_precision
+    weights = scene.posterior.weights.clone()
     with unchanged(*scene.networks), pytest.raises(kind, match=f"(?s){words}") as caught:
         action(scene)
     assert isinstance(caught.value, MolaError)
@@ -292,7 +290,8 @@ def test_loaders_that_cannot_be_predicted(name, who, scene):
 
 
 def test_the_network_that_fails_is_named(scene):
-    narrow, broken = nn.Sequential(nn.Linear(4, 3)).double(), make_network()
+    narrow = nn.Sequential(nn.Linear(4, 3)).double()
+    broken = make_network()
     broken[3].bias.data[1] = NAN
     words = {narrow: r"networks\[1\].*shape \(6, 5\)", broken: r"batch 0 of .*networks\[1\].*outputs are NaN"}
     for other, expected in words.items():
@@ -338,7 +337,8 @@ def test_an_ensemble_of_what_is_no_classifier_is_refused(name, scene):
 
 @pytest.mark.parametrize("kind", ["ensemble", "fitted"])
 def test_a_single_input_without_its_batch_is_refused(kind):
-    network, inputs = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(9, 3)
+    network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    inputs = torch.randn(9, 3)
     predictor = mola.ensemble(network) if kind == "ensemble" else mola.fit(network, [(inputs, torch.arange(9) % 4)])
     for use in (predictor, predictor.predict):
         with pytest.raises((HeadError, DataError), match=r"inputs\[None\]"):

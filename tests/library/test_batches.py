@@ -54,29 +54,29 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(tmp_path, fo
     predictor = pickle.loads(pickle.dumps(predictor))  # as a worker gets it
     plain = posterior().predict(inputs)
     frame = pd.DataFrame(inputs.flatten(1).numpy(), columns=COLUMNS).assign(id=np.arange(len(inputs)) + 7)
-    found = predictor(frame)
+    actual = predictor(frame)
     for name in NUMBERS:
-        assert_close(found[name].to_numpy(), getattr(plain, name).double().numpy(), "difference")
-    assert_close(np.stack(found["probs"]), plain.probs.double().numpy(), "difference" if form == "onnx" else "float32")
-    assert found["class"].tolist() == [CLASSES[label] for label in plain.label.tolist()]
-    assert found["id"].tolist() == frame["id"].tolist()
-    assert "outlying" in found
+        assert_close(actual[name].to_numpy(), getattr(plain, name).double().numpy(), "difference")
+    assert_close(np.stack(actual["probs"]), plain.probs.double().numpy(), "difference" if form == "onnx" else "float32")
+    assert actual["class"].tolist() == [CLASSES[label] for label in plain.label.tolist()]
+    assert actual["id"].tolist() == frame["id"].tolist()
+    assert "outlying" in actual
 
     # However the rows are divided, and whatever holds them.
     parts = pd.concat(map(predictor, [frame[:5], frame[5:5], frame[5:]]))
-    assert parts["class"].tolist() == found["class"].tolist()
+    assert parts["class"].tolist() == actual["class"].tolist()
     arrays = predictor({name: frame[name].to_numpy() for name in frame})
     pictures = BatchPredictor(source, inputs="picture")
     whole = pictures({"picture": inputs.numpy()})
     cells = pictures(pd.DataFrame({"picture": list(inputs.numpy())}))
     for name in NUMBERS:
         for other in (parts, arrays, whole, cells):
-            assert_close(np.asarray(other[name]), found[name].to_numpy(), "difference")
+            assert_close(np.asarray(other[name]), actual[name].to_numpy(), "difference")
 
     empty = predictor(frame.head(0))
-    assert (empty.dtypes == found.dtypes).all()
+    assert (empty.dtypes == actual.dtypes).all()
     schema = predictor.spark_schema({"id": "long"})
-    assert [part.split()[0] for part in schema.split(", ")] == list(found.columns)
+    assert [part.split()[0] for part in schema.split(", ")] == list(actual.columns)
     assert schema.endswith("probs array<double>")
 
 

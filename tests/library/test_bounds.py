@@ -70,9 +70,9 @@ def test_the_bound_against_its_definition(structure):
         for c in range(4)
     ]
     inputs = torch.randn(10, 3)
-    for c, found in zip(posterior(inputs).argmax(1).tolist(), posterior.confidence_bound(inputs), strict=True):
+    for c, actual in zip(posterior(inputs).argmax(1).tolist(), posterior.confidence_bound(inputs), strict=True):
         expected = 1 / (1 + sum(math.exp(-(b[i] + b[c])) for i in range(4) if i != c))
-        assert float(found) == pytest.approx(expected, rel=1e-9)
+        assert float(actual) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_theorem_is_the_weighted_sum_of_lemmas(structure):
@@ -104,24 +104,26 @@ def test_the_limit_where_a_network_s_features_are_all_0(bias, pooling, exponent)
     inputs, labels = data()
     posterior = mola.fit(members, loader(inputs, labels, 7), weights=[0.7, 0.3])
     moved = posterior.with_pooling(pooling).with_distance_exponent(exponent)
-    asked = inputs[inputs.sum(1) < 0]
-    assert not bool(members[1][:-1](asked).any())
-    assert close(moved(1e12 * asked), moved.far_field_limit(asked), 1e-6)
+    queries = inputs[inputs.sum(1) < 0]
+    assert not bool(members[1][:-1](queries).any())
+    assert close(moved(1e12 * queries), moved.far_field_limit(queries), 1e-6)
 
 
 def test_with_a_distance_exponent_limit_and_bound_are_uniform():
     posterior, inputs = fitted([bias_free(seed) for seed in range(2)])
-    asked = inputs[(posterior.networks[0][:-1](inputs).sum(1) > 0) & (posterior.networks[1][:-1](inputs).sum(1) > 0)]
+    queries = inputs[(posterior.networks[0][:-1](inputs).sum(1) > 0) & (posterior.networks[1][:-1](inputs).sum(1) > 0)]
     for pooling in (1.0, 0.3):
         cautious = posterior.with_distance_exponent(1.0).with_pooling(pooling)
-        assert close(cautious.far_field_limit(asked), torch.full((len(asked), 4), 0.25), 1e-12)
+        assert close(cautious.far_field_limit(queries), torch.full((len(queries), 4), 0.25), 1e-12)
         for scale in (1e9, 1e18, 1e30):
-            assert close(cautious(scale * asked), torch.full((len(asked), 4), 0.25), 1e-6)
-            assert close(cautious.confidence_bound(scale * asked), torch.full((len(asked),), 0.25), 1e-6)
+            assert close(cautious(scale * queries), torch.full((len(queries), 4), 0.25), 1e-6)
+            assert close(cautious.confidence_bound(scale * queries), torch.full((len(queries),), 0.25), 1e-6)
 
 
 def test_wrong_use_is_refused():
-    problem, ensemble, inputs = make_problem(), mola.ensemble(bias_free(0)), torch.randn(5, 3)
+    problem = make_problem()
+    ensemble = mola.ensemble(bias_free(0))
+    inputs = torch.randn(5, 3)
     posterior = mola.fit(problem.network, problem.loader)
     other = posterior.with_link("mean-field")
     assert ensemble.confidence_bound(inputs).tolist() == [1.0] * 5

@@ -39,12 +39,12 @@ def test_validation_loss_stays_within_the_budget(problem):
     data = posterior.read([validation], "validation loader", labelled=True)
     temperatures = torch.logspace(-1, 1, 401).tolist()
     candidates = posterior.settings.candidates(prior_precision=[NO_COVARIANCE], temperature=temperatures)
-    found = posterior.objective(data).mean_scores(candidates)
-    scaled = float(found["nll"].min())
-    own = float(log_loss(tuned, validation).mean())
-    assert own <= scaled * 1.01 + 1e-9
+    actual = posterior.objective(data).mean_scores(candidates)
+    scaled = float(actual["nll"].min())
+    loss = float(log_loss(tuned, validation).mean())
+    assert loss <= scaled * 1.01 + 1e-9
     assert tuned.distance_exponent > 0
-    assert own <= min(tuned.tuning.curve["nll"]) + max(0.5 * (scaled - min(tuned.tuning.curve["nll"])), 0.011 * own)
+    assert loss <= min(tuned.tuning.curve["nll"]) + max(0.5 * (scaled - min(tuned.tuning.curve["nll"])), 0.011 * loss)
     assert tuned.tuning.summary.startswith("The validation log loss is")
     cost, allowed = re.search(
         r"(?:raised|lowered) the log loss by ([\d.e-]+)(?: \(allowed: ([\d.e-]+)\))?\.$", tuned.tuning.summary
@@ -71,7 +71,8 @@ def test_one_network_has_no_pooling_and_pays_its_price_alone(problem):
     networks, _, validation, _ = problem
     single = mola.fit(networks[0], [validation], progress=False)
     free, careful = (
-        single.tune([validation], rule=mola.rules.Calibrated(price=one), progress=False) for one in (0.001, 0.05)
+        single.tune([validation], rule=mola.rules.Calibrated(price=price_allowed), progress=False)
+        for price_allowed in (0.001, 0.05)
     )
     assert free.pooling == careful.pooling == 1
     assert careful.distance_exponent >= free.distance_exponent
@@ -114,10 +115,10 @@ def test_logits_of_any_scale_are_brought_back(problem, factor):
     networks, _, validation, test = problem
     scaled = []
     for network in networks:
-        one = copy.deepcopy(network)
+        copied = copy.deepcopy(network)
         with torch.no_grad():
-            one[2].weight.mul_(factor), one[2].bias.mul_(factor)
-        scaled.append(one)
+            copied[2].weight.mul_(factor), copied[2].bias.mul_(factor)
+        scaled.append(copied)
     tuned = mola.fit(scaled, [validation], [validation], progress=False)
     expected = mola.fit(networks, [validation], [validation], progress=False)
     assert log_loss(tuned, test).mean() < 1.02 * log_loss(expected, test).mean()

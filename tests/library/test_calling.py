@@ -65,8 +65,9 @@ def test_threads_predict_without_dropout_and_leave_the_mode_as_it_was(compiled):
     networks[1][3] = networks[0][3]  # part of both
     flags = [training_flags(network) for network in networks]
     passed = [torch.compile(networks[0], backend="eager"), networks[1]] if compiled else networks
-    posterior = mola.ensemble(passed)
-    expected = posterior(X)
+    posterior = mola.fit(passed, [(X, Y)])
+    expected = posterior.predict(X)
+    prediction = posterior.predict(X)
     assert [training_flags(network) for network in networks] == flags
 
     def predict(seed):
@@ -74,7 +75,8 @@ def test_threads_predict_without_dropout_and_leave_the_mode_as_it_was(compiled):
             with pytest.raises(DataError):
                 posterior.predict(torch.full_like(X, torch.nan))
         time.sleep(random.Random(seed).random() / 1000)
-        return torch.equal(posterior(X), expected)
+        is_same = torch.equal(prediction.mutual_information, expected.mutual_information)  # computed when it is read
+        return is_same and torch.equal(posterior(X), expected.probs)
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -218,9 +220,9 @@ def test_images_are_resized_as_by_pillow(size, interpolation):
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
     expected = np.asarray(Image.fromarray(pixels[2:18, 2:18]).resize((size, size), filters[interpolation]))
     network = Resized(nn.Identity(), size, crop=0.8, mean=0.25, std=0.5, interpolation=interpolation)
-    seen = network(torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255)
+    resized = network(torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255)
     # Pillow rounds to bytes after rows and after columns.
-    np.testing.assert_allclose((seen[0].permute(1, 2, 0) * 0.5 + 0.25) * 255, expected, atol=1.5)
+    np.testing.assert_allclose((resized[0].permute(1, 2, 0) * 0.5 + 0.25) * 255, expected, atol=1.5)
 
 
 def test_a_resized_network_has_the_state_of_its_network():

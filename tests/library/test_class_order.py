@@ -56,9 +56,9 @@ def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
 
 def test_one_network_of_another_order_among_several_is_named(posterior):
     inputs, labels = draw(200, 1)
-    turned = trained(3, inputs, (labels + 1) % CLASSES)
+    other_order = trained(3, inputs, (labels + 1) % CLASSES)
     with pytest.raises(DataError, match=r"Other networks agree with the labels, so leave out networks\[1\]"):
-        mola.fit([posterior.networks[0], turned], [(inputs, labels)], [draw(150, 2)], progress=False)
+        mola.fit([posterior.networks[0], other_order], [(inputs, labels)], [draw(150, 2)], progress=False)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -99,7 +99,8 @@ def test_columns_of_labels_in_another_order(missing):
 
 
 def test_labels_that_occur_once_show_no_order():
-    targets, predicted = torch.arange(64), torch.randperm(32_000, generator=torch.Generator().manual_seed(0))[:64]
+    targets = torch.arange(64)
+    predicted = torch.randperm(32_000, generator=torch.Generator().manual_seed(0))[:64]
     check_class_order(targets, [predicted], "validation loader")
 
 

@@ -25,7 +25,8 @@ FIELDS = ("entropy", "mutual_information", "ood_score", "distance", "far_field",
 class Body(nn.Module):
     def __init__(self, layer, head):
         super().__init__()
-        self.layer, self.head = layer, head
+        self.layer = layer
+        self.head = head
 
     def forward(self, x):
         return self.head(torch.tanh(self.layer(x)))
@@ -52,8 +53,8 @@ def flattened(network, x, axis):
         head.weight.copy_(network.head.weight.flatten(1))
         if head.bias is not None:
             head.bias.copy_(network.head.bias)
-        given = torch.tanh(network.layer(x)).movedim(axis, -1).reshape(-1, FEATURES)
-    return nn.Sequential(head), given
+        features = torch.tanh(network.layer(x)).movedim(axis, -1).reshape(-1, FEATURES)
+    return nn.Sequential(head), features
 
 
 def rows_of(values, axis):
@@ -112,12 +113,12 @@ def test_every_link_keeps_the_layout(link):
 def test_tuning_sees_the_same_rows(rule):
     network, x, y, axis = made("image")
     flat, rows = flattened(network, x, axis)
-    own = theirs = None
+    val = val_rows = None
     if rule != "evidence":
-        own = [(x[3:], y[3:])]
-        theirs = [(flattened(network, x[3:], axis)[1], y[3:].flatten())]
-    dense = fit(network, [(x[:3], y[:3])], own, rule=rule)
-    plain = fit(flat, [(rows[: y[:3].numel()], y[:3].flatten())], theirs, rule=rule)
+        val = [(x[3:], y[3:])]
+        val_rows = [(flattened(network, x[3:], axis)[1], y[3:].flatten())]
+    dense = fit(network, [(x[:3], y[:3])], val, rule=rule)
+    plain = fit(flat, [(rows[: y[:3].numel()], y[:3].flatten())], val_rows, rule=rule)
     assert math.isclose(dense.prior_precision[0], plain.prior_precision[0], rel_tol=1e-6)
     close(rows_of(dense.predict(x).probs, axis), plain.predict(rows).probs, 1e-6)
     close(dense.predict(x).ood_score.flatten(), plain.predict(rows).ood_score, 1e-6)
@@ -164,19 +165,19 @@ def test_average_does_not_depend_on_the_resolution():
 
 
 @pytest.mark.parametrize("positions", ["average", 5])
-def test_interrupted_fit_continues(tmp_path, positions):
+def test_an_interrupted_fit_continues(tmp_path, positions):
     network, x, y, _ = made("image")
     y[3] = -100
     loader = list(zip(x.split(1), y.split(1), strict=True))
 
-    def breaking():
+    def interrupted():
         yield from loader[:4]
         raise KeyboardInterrupt
 
-    options = {"checkpoint": tmp_path / "sums", "checkpoint_every": 1}
+    options = {"checkpoint": tmp_path / "sums", "checkpoint_every": 1, "positions": positions}
     with pytest.raises(KeyboardInterrupt):
-        fit(network, breaking(), positions=positions, **options)
-    resumed = fit(network, loader, positions=positions, **options)
+        fit(network, interrupted(), **options)
+    resumed = fit(network, loader, **options)
     close(resumed.log_evidence(), fit(network, loader, positions=positions).log_evidence(), 1e-12)
 
 
@@ -195,12 +196,13 @@ def test_predictions_join_slice_travel_and_refuse_other_sizes():
     other = torch.randn(2, 2, 4, 4)
     with pytest.raises(DataError, match=r"\(3, 4, 4\).*\(3, 5, 7\).*predict_batches"):
         posterior.predict([x, other])
-    assert [tuple(one.probs.shape) for one in posterior.predict_batches([x, other])] == [(6, 3, 5, 7), (2, 3, 4, 4)]
+    assert [tuple(batch.probs.shape) for batch in posterior.predict_batches([x, other])] == [(6, 3, 5, 7), (2, 3, 4, 4)]
 
 
 @pytest.mark.parametrize("kind", ["image", "grid"])
 def test_ensemble_finds_the_axis_of_the_classes(kind):
-    networks, (_, x, _, axis) = [made(kind, seed)[0] for seed in range(2)], made(kind)
+    networks = [made(kind, seed)[0] for seed in range(2)]
+    _, x, _, axis = made(kind)
     actual = mola.ensemble(networks).predict(x)
     expected = (networks[0](x).softmax(axis) + networks[1](x).softmax(axis)) / 2
     close(actual.probs, expected.detach())
@@ -210,42 +212,38 @@ def test_ensemble_finds_the_axis_of_the_classes(kind):
 # --- networks and likelihoods -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["image", "sequence"])
-def test_multi_label_at_every_position(kind):
-    network, x, _, axis = made(kind)
-    y = torch.randint(2, network(x).shape).double()
-    y[torch.rand(y.shape) < 0.2] = math.nan
-    flat, rows = flattened(network, x, axis)
-    dense = fit(network, [(x, y)], likelihood="bernoulli")
-    plain = fit(flat, [(rows, rows_of(y, axis))], likelihood="bernoulli")
-    close(dense.log_evidence(), plain.log_evidence())
-    actual = dense.predict(x)
-    expected = plain.predict(rows)
-    for name in ("probs", "label", "confidence", "entropy", "mutual_information"):
-        assert getattr(actual, name).shape == y.shape
-        close(rows_of(getattr(actual, name), axis), getattr(expected, name))
+REGRESSION = ("mean", "variance", "aleatoric", "epistemic", "std")
+OTHERS = {
+    "bernoulli": ("bernoulli", CLASSES, ("probs", "label", "confidence", "entropy", "mutual_information")),
+    "gaussian": (Gaussian(), 2, REGRESSION),
+    "heteroscedastic": (Gaussian(heteroscedastic=True), 4, REGRESSION),
+}
 
 
-@pytest.mark.parametrize("heteroscedastic", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("kind", ["image", "sequence"])
-def test_regression_at_every_position(kind, heteroscedastic):
-    likelihood = Gaussian(heteroscedastic=heteroscedastic)
-    targets = 2
-    network, x, _, axis = made(kind, outputs=2 * targets if heteroscedastic else targets)
-    y = (network(x).detach().narrow(axis, 0, targets)).clone()
-    y += 0.3 * torch.randn(y.shape)
+def test_positions_are_rows_under_every_likelihood(kind, name):
+    likelihood, outputs, fields = OTHERS[name]
+    network, x, _, axis = made(kind, outputs=outputs)
+    y = network(x).detach()
+    if name == "bernoulli":
+        y = torch.randint(2, y.shape).double()
+        y[torch.rand(y.shape) < 0.2] = math.nan
+    else:
+        y = y.narrow(axis, 0, 2) + 0.3 * torch.randn(*y.narrow(axis, 0, 2).shape)
     flat, rows = flattened(network, x, axis)
     dense = fit(network, [(x, y)], likelihood=likelihood)
     plain = fit(flat, [(rows, rows_of(y, axis))], likelihood=likelihood)
     close(dense.log_evidence(), plain.log_evidence())
-    close(dense.noise, plain.noise)
     actual = dense.predict([x[:4], x[4:]])
     expected = plain.predict(rows)
     assert dense(x).shape == y.shape
-    for name in ("mean", "variance", "aleatoric", "epistemic", "std"):
-        assert getattr(actual, name).shape == y.shape
-        close(rows_of(getattr(actual, name), axis), getattr(expected, name))
-    close(actual.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
+    for field in fields:
+        assert getattr(actual, field).shape == y.shape
+        close(rows_of(getattr(actual, field), axis), getattr(expected, field))
+    if fields == REGRESSION:
+        close(dense.noise, plain.noise)
+        close(actual.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
 
 
 # --- logits that are resized after the head ----------------------------------------------------------------------------
@@ -256,7 +254,9 @@ class Segmenter(nn.Module):
 
     def __init__(self, *, head_first):
         super().__init__()
-        self.body, self.head, self.head_first = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Conv2d(4, 5, 1), head_first
+        self.body = nn.Conv2d(3, 4, 3, padding=1, stride=2)
+        self.head = nn.Conv2d(4, 5, 1)
+        self.head_first = head_first
         self.auxiliary = nn.Conv2d(4, 5, 1)
 
     def forward(self, images):
@@ -283,7 +283,7 @@ def test_resized_logits_are_those_of_resized_features(tmp_path):
     with pytest.raises(HeadError, match="logits=lambda"):
         fit(resized, [(images, labels)])
     actual, expected = (
-        fit(one, [(images, labels)], [(images, labels)], rule="nll", logits=out) for one in (resized, plain)
+        fit(network, [(images, labels)], [(images, labels)], rule="nll", logits=out) for network in (resized, plain)
     )
     assert_close(actual.prior_precision, expected.prior_precision, "search")
     for name in ("probs", "logit_variance", "distance"):
@@ -347,16 +347,18 @@ def read(networks, loader, likelihood=CATEGORICAL, heads=None, **options):
 def joined(batches, index=0, chunk=4096):
     """Features, outputs and labels of one network, read in chunks."""
     rows = [rows for batch in batches for rows in batch.chunks(2**21 // chunk)]
-    assert all(len(one) <= chunk for one in rows)
-    parts = [torch.cat([getattr(one, name)[index] for one in rows]) for name in ("phi", "outputs")]
-    return *parts, None if rows[0].labels is None else torch.cat([one.labels for one in rows])
+    assert all(len(row) <= chunk for row in rows)
+    parts = [torch.cat([getattr(row, name)[index] for row in rows]) for name in ("phi", "outputs")]
+    return *parts, None if rows[0].labels is None else torch.cat([row.labels for row in rows])
 
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_drawn_positions_depend_on_the_input_alone(labelled):
     networks = [made("image", seed)[0] for seed in range(2)]
     _, x, y, _ = made("image")
-    y[1, :4], y[3] = -100, -100  # 7 positions of one input, none of another
+    # 7 positions of one input, none of another
+    y[1, :4] = -100
+    y[3] = -100
     results = []
     for size in (6, 1, 4):
         loader = zip(x.split(size), y.split(size), strict=True)

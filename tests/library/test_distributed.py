@@ -120,7 +120,7 @@ class TestShard:
     def test_each_datum_once_in_order(self, count, size):
         for whole in (list(range(count)), torch.arange(count), np.arange(count), TensorDataset(torch.arange(count))):
             parts = [shard(whole, rank, size) for rank in range(size)]
-            joined = [int(one[0] if isinstance(one, tuple) else one) for part in parts for one in part]
+            joined = [int(item[0] if isinstance(item, tuple) else item) for part in parts for item in part]
             assert joined == list(range(count))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

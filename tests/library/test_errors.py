@@ -10,7 +10,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.errors import DataError, MissingExtraError, MolaWarning, OptionError, located, warn
 from molaplace.images import normalisation
-from molaplace.options import one_of, whole_number
+from molaplace.options import one_of
 
 NETWORK = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 X = torch.randn(8, 3)
@@ -25,13 +25,10 @@ WRONG_ARGUMENTS = {
     "prior_precision": lambda: mola.fit(NETWORK, LOADER, prior_precision=-1),
     "weights": lambda: mola.fit(NETWORK, LOADER, weights=[0.5]),
     "positions": lambda: mola.fit(NETWORK, LOADER, positions=0),
-    "checkpoint_every": lambda: mola.fit(NETWORK, LOADER, checkpoint_every=0),
     "temperature": lambda: mola.fit(NETWORK, LOADER).with_temperature(0),
     "head": lambda: mola.fit(NETWORK, LOADER, head="1"),
     "false_alarm_rate": lambda: mola.alarm_threshold(X[:, 0], 5),
     "method": lambda: mola.prediction_sets(torch.eye(2), [0, 1], method="top"),
-    "rank": lambda: mola.distributed.shard([1], 2, 2),
-    "count": lambda: whole_number(0.5, "count"),
 }
 
 

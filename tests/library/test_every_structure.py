@@ -32,7 +32,8 @@ class Network(nn.Module):
 
     def __init__(self, layer, head):
         super().__init__()
-        self.layer, self.head = layer, head
+        self.layer = layer
+        self.head = head
 
     def forward(self, x):
         return self.head(torch.tanh(self.layer(x)))
@@ -67,9 +68,9 @@ def labels_for(likelihood, outputs, layout):
         return labels
     numbers = torch.randn(*shape, OUTPUTS, generator=generator)
     if likelihood == "bernoulli":
-        answers = (numbers > 0).double()
-        answers[1, ..., 0] = math.nan
-        return first(answers, layout)
+        labels = (numbers > 0).double()
+        labels[1, ..., 0] = math.nan
+        return first(labels, layout)
     return first(numbers, layout)
 
 
@@ -90,26 +91,28 @@ class Case:
     """A network, its data, and its posterior precision by second derivatives."""
 
     def __init__(self, likelihood, layout):
-        self.likelihood, self.layout = likelihood, layout
+        self.likelihood = likelihood
+        self.layout = layout
         self.network, self.inputs = network_and_inputs(
             layout, 2 * OUTPUTS if likelihood == "heteroscedastic" else OUTPUTS
         )
         with torch.no_grad():
-            self.given = torch.tanh(self.network.layer(self.inputs))
+            self.inputs_of_head = torch.tanh(self.network.layer(self.inputs))
             outputs = self.network(self.inputs)
         self.labels = labels_for(likelihood, outputs, layout)
         self.outputs = last(outputs, layout)
         targets = self.labels if likelihood == "categorical" else last(self.labels, layout)
         self.targets = targets
         counted = (targets != -100) if likelihood == "categorical" else torch.ones(self.outputs.shape[:-1]).bool()
-        features = last(self.given, layout)
+        features = last(self.inputs_of_head, layout)
         ones = torch.ones(*features.shape[:-1], 1)
         self.every = torch.cat([features, ones], -1).flatten(0, -2)
         self.features = torch.cat([features, ones], -1)[counted]
-        self.rows, self.answers = self.outputs[counted], targets[counted]
+        self.rows, self.labels_counted = self.outputs[counted], targets[counted]
         head = self.network.head
         weight, bias = (
-            one.detach().flatten(1) if one.dim() > 1 else one.detach()[:, None] for one in head.parameters()
+            parameter.detach().flatten(1) if parameter.dim() > 1 else parameter.detach()[:, None]
+            for parameter in head.parameters()
         )
         self.weights = torch.cat([weight, bias], 1)
         self.mean = self.weights[:OUTPUTS]
@@ -119,17 +122,17 @@ class Case:
         """Of the head with other weights, called as the network calls it."""
         whole = torch.cat([flat.view(OUTPUTS, -1), self.weights[OUTPUTS:]])
         shape = self.network.head.weight.shape
-        named = {"weight": whole[:, :-1].reshape(shape), "bias": whole[:, -1]}
-        outputs = functional_call(self.network.head, named, (self.given,))
+        parameters = {"weight": whole[:, :-1].reshape(shape), "bias": whole[:, -1]}
+        outputs = functional_call(self.network.head, parameters, (self.inputs_of_head,))
         return loss(self.likelihood, last(outputs, self.layout), self.targets)
 
     def factors(self):
         """Means over data of the outputs' curvature, a second derivative for each, and of the features' products."""
         total = torch.zeros(OUTPUTS, OUTPUTS)
-        for row, answer in zip(self.rows, self.answers, strict=True):
+        for row, target in zip(self.rows, self.labels_counted, strict=True):
 
-            def alone(outputs, row=row, answer=answer):
-                return loss(self.likelihood, torch.cat([outputs, row[OUTPUTS:]])[None], answer[None])
+            def alone(outputs, row=row, target=target):
+                return loss(self.likelihood, torch.cat([outputs, row[OUTPUTS:]])[None], target[None])
 
             total += hessian(alone, row[:OUTPUTS].clone())
         count = len(self.rows)
@@ -181,8 +184,8 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
     assert component.layer.sums.count == len(case.features)
     expected = torch.stack([dense.logit_covariance(covariance, phi, OUTPUTS) for phi in case.every])
     assert relative(curvature.covariance(case.every, PRIOR), expected) < 1e-10
-    own = expected.diagonal(dim1=1, dim2=2)
-    assert relative(curvature.variance(case.every, PRIOR), own) < 1e-10
+    variances = expected.diagonal(dim1=1, dim2=2)
+    assert relative(curvature.variance(case.every, PRIOR), variances) < 1e-10
     determinant = torch.linalg.slogdet(precision).logabsdet
     assert relative(curvature.log_determinant(torch.tensor(PRIOR)), determinant) < 1e-10
     size = case.mean.numel()
@@ -190,6 +193,6 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
     evidence = -case.loss_of(case.mean.flatten()) - (penalty + determinant) / 2
     assert relative(posterior.log_evidence()[0], evidence) < 1e-10
     # Predictions, in the layout of the inputs.
-    said = posterior.predict(case.inputs)
-    variance = said.within if likelihood in ("gaussian", "heteroscedastic") else said.logit_variance[0]
-    assert relative(last(variance, layout).flatten(0, -2), own) < 1e-10
+    prediction = posterior.predict(case.inputs)
+    variance = prediction.within if likelihood in ("gaussian", "heteroscedastic") else prediction.logit_variance[0]
+    assert relative(last(variance, layout).flatten(0, -2), variances) < 1e-10

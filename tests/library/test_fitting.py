@@ -32,11 +32,11 @@ def sums(posterior):
     return [component.layer.sums.tensors for component in posterior.components]
 
 
-def close(found, expected):
-    for one, other in zip(sums(found), sums(expected), strict=True):
-        assert one.keys() == other.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(tensor, other[name], rtol=1e-12, atol=1e-12)
+def close(actual, expected):
+    for left, right in zip(sums(actual), sums(expected), strict=True):
+        assert left.keys() == right.keys()
+        for name, tensor in left.items():
+            torch.testing.assert_close(tensor, right[name], rtol=1e-12, atol=1e-12)
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -81,8 +81,10 @@ def test_any_iterable_is_a_loader_and_is_read_once_for_all_networks(kind, networ
 
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "tuple"])  # to predict, a tuple is one batch
 def test_any_iterable_serves_to_tune_reweight_and_predict(kind, networks):
-    posterior, rule = mola.fit(networks, LOADER), mola.rules.Threshold(confidence=0.36)
-    expected, stacked = posterior.tune(LOADER, rule=rule), posterior.reweight(LOADER)
+    posterior = mola.fit(networks, LOADER)
+    rule = mola.rules.Threshold(confidence=0.36)
+    expected = posterior.tune(LOADER, rule=rule)
+    stacked = posterior.reweight(LOADER)
     with unchanged(*networks), torch.random.fork_rng():
         tuned = posterior.tune(LOADERS[kind](), rule=rule)
         reweighted = posterior.reweight(LOADERS[kind]())
@@ -145,7 +147,8 @@ def test_results_do_not_depend_on_the_random_state(networks):
 
 
 def test_one_name_for_all_or_one_for_each():
-    first, second = nn.Sequential(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    first = nn.Sequential()
+    second = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     first.add_module("body", nn.Linear(5, 4))
     first.add_module("head", nn.Linear(4, 3))
     posterior = mola.fit([first, second], LOADER, head=["head", "1"])
@@ -156,12 +159,15 @@ def test_one_name_for_all_or_one_for_each():
 
 
 def test_networks_for_images_of_different_sizes_in_one_mixture():
-    x, y = torch.rand(12, 3, 8, 8), torch.arange(12) % 3
+    x = torch.rand(12, 3, 8, 8)
+    y = torch.arange(12) % 3
     networks = [
         Resized(nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 5), nn.Tanh(), nn.Linear(5, 3)), size, crop=0.75)
         for size in (4, 6)
     ]
     posterior = mola.fit(networks, [(x, y)])
-    inner = [mola.fit(one.network, [(one.inputs(x), y)]) for one in networks]
-    expected = torch.stack([one(network.inputs(x)) for one, network in zip(inner, networks, strict=True)]).mean(0)
+    inner = [mola.fit(network.network, [(network.inputs(x), y)]) for network in networks]
+    expected = torch.stack(
+        [posterior_alone(network.inputs(x)) for posterior_alone, network in zip(inner, networks, strict=True)]
+    ).mean(0)
     torch.testing.assert_close(posterior(x), expected)

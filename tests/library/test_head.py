@@ -27,7 +27,8 @@ class Wrap(nn.Module):
 
     def __init__(self, forward, body, head, **modules):
         super().__init__()
-        self.body, self.head = body, head
+        self.body = body
+        self.head = head
         for name, module in modules.items():
             self.add_module(name, module)
         self._forward = forward
@@ -97,7 +98,8 @@ CASES = [(network, "Linear") for network in GOOD] + [("plain", head) for head in
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_head_is_found_and_captured_in_every_pass(case):
-    body, layer = make_body(), HEADS[case[1]]()
+    body = make_body()
+    layer = HEADS[case[1]]()
     network = GOOD[case[0]](body, layer).double()
     with unchanged(network), evaluating(network):
         head = find_head(network, X)
@@ -106,12 +108,13 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
         assert find_head(network, X, head.name) == head == head_by_name(network, head.name)
         with torch.no_grad():
             expected = body(FAR)
-        seen = capture([network], [head], FAR, CATEGORICAL)
-        assert torch.equal(seen.features[0], expected)
-        assert not seen.features[0].requires_grad
-        assert not seen.outputs[0].requires_grad
-        (rows,) = seen.chunks()
-        (phi,), (outputs,) = rows.phi, rows.outputs
+        captured = capture([network], [head], FAR, CATEGORICAL)
+        assert torch.equal(captured.features[0], expected)
+        assert not captured.features[0].requires_grad
+        assert not captured.outputs[0].requires_grad
+        (rows,) = captured.chunks()
+        (phi,) = rows.phi
+        (outputs,) = rows.outputs
         torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
         assert phi.shape == (9, head.width)
 
@@ -119,8 +122,8 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
 def test_a_layer_used_on_the_way_and_as_the_head_is_read_at_its_last_use():
     shared = nn.Linear(5, 5)
     network = nn.Sequential(shared, nn.Tanh(), shared)
-    seen = capture([network], [find_head(network, X)], X, CATEGORICAL)
-    torch.testing.assert_close(seen.features[0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
+    captured = capture([network], [find_head(network, X)], X, CATEGORICAL)
+    torch.testing.assert_close(captured.features[0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
 
 
 # --- networks that have none --------------------------------------------------------------------------------------------
@@ -162,15 +165,16 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
     make, words = BAD[name]
-    network, good = make(make_body(), nn.Linear(4, 3)).train(), nn.Linear(5, 3)
+    network = make(make_body(), nn.Linear(4, 3)).train()
+    good = nn.Linear(5, 3)
     message = rf"(?s)networks\[1\] \({type(network).__name__}\): .*{words}"
     with unchanged(network, good), evaluating(network), pytest.raises(HeadError, match=message) as caught:
         find_heads([good, network], [None, None], X, CATEGORICAL)
     advice = re.search(r"returns the output of (?:a linear layer, such as )?'([^']+)'", str(caught.value))
     if advice is not None:
-        given = []
-        network.get_submodule(advice.group(1)).register_forward_hook(lambda _, args, output: given.append(output))
-        advised = Wrap(lambda self, x: (self.network(x), given[-1])[1], None, None, network=network)
+        outputs = []
+        network.get_submodule(advice.group(1)).register_forward_hook(lambda _, args, output: outputs.append(output))
+        advised = Wrap(lambda self, x: (self.network(x), outputs[-1])[1], None, None, network=network)
         assert find_head(advised, X).name == f"network.{advice.group(1)}"
 
 
@@ -236,9 +240,9 @@ SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 
 def test_one_output_may_be_squeezed(likelihood, take):
     network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
     head = find_head(network, X, None, likelihood)
-    seen = capture([network], [head], X, likelihood)
-    assert seen.outputs[0].shape == (12, 1)
-    assert torch.equal(seen.features[0], network.body(X).detach())
+    captured = capture([network], [head], X, likelihood)
+    assert captured.outputs[0].shape == (12, 1)
+    assert torch.equal(captured.features[0], network.body(X).detach())
 
 
 class Sequences(nn.Module):
@@ -246,7 +250,9 @@ class Sequences(nn.Module):
 
     def __init__(self, take):
         super().__init__()
-        self.body, self.head, self.take = make_body(), nn.Linear(4, 3), take
+        self.body = make_body()
+        self.head = nn.Linear(4, 3)
+        self.take = take
 
     def forward(self, x):
         return self.take(self.head(self.body(x)))
@@ -266,10 +272,10 @@ def test_a_head_at_every_position_is_read_at_the_positions_taken(name):
     network = Sequences(TAKEN[name]).eval()
     with unchanged(network):
         head = find_head(network, TEXTS)
-        seen = capture([network], [head], TEXTS, CATEGORICAL)
+        captured = capture([network], [head], TEXTS, CATEGORICAL)
     assert head.every_position
-    torch.testing.assert_close(seen.features[0], TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(seen.outputs[0], network(TEXTS).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(captured.features[0], TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(captured.outputs[0], network(TEXTS).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +293,9 @@ class Exported(nn.Module):
 
     def __init__(self, network, head, likelihood):
         super().__init__()
-        self.network, self.head, self.likelihood = network, head, likelihood
+        self.network = network
+        self.head = head
+        self.likelihood = likelihood
 
     def forward(self, x):
         with evaluating(self.network):

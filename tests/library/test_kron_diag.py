@@ -28,7 +28,7 @@ def matrix_of(degrees):
 
 def both(problem):
     fits = (mola.fit(problem.network, problem.loader, structure=name) for name in PAIR)
-    return [one.components[0].layer.curvature for one in fits]
+    return [fit.components[0].layer.curvature for fit in fits]
 
 
 class TestGraph:
@@ -135,7 +135,7 @@ class TestVeryManyClasses:
             posterior.sample(2, generator=torch.Generator().manual_seed(0))
             posterior.confidence_bound(inputs)
             posterior.save(tmp_path / "wide")
-            again = mola.load(tmp_path / "wide", network)
-        assert_close(again(inputs), posterior(inputs))
+            loaded = mola.load(tmp_path / "wide", network)
+        assert_close(loaded(inputs), posterior(inputs))
         assert torch.allclose(prediction.probs.sum(1), torch.ones(8, dtype=torch.float32))
         assert 0 < largest < self.CLASSES**2 // 20

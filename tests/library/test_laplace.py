@@ -25,22 +25,18 @@ def dense_covariance(problem, structure, prior):
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-def test_logits_have_the_dense_moments(problem, structure, prior):
-    curvature = layer_of(problem, structure).curvature
-    covariance = dense_covariance(problem, structure, prior)
+def test_moments_of_logits_and_evidence_are_the_dense_ones(problem, structure, prior):
+    posterior = fitted(problem, structure, prior)
+    curvature = posterior.components[0].layer.curvature
+    precision = dense.precision(structure, problem.weights, problem.features(), problem.labels, prior)
     features = problem.features(torch.randn(5, 3))
-    expected = torch.stack([dense.logit_covariance(covariance, phi, 4) for phi in features])
+    expected = torch.stack([dense.logit_covariance(torch.linalg.inv(precision), phi, 4) for phi in features])
     centre = torch.eye(4) - 1 / 4
     for centred, truth in ((False, expected), (True, centre @ expected @ centre)):
         assert relative(curvature.covariance(features, prior, centred=centred), truth) < 1e-10
         assert relative(curvature.variance(features, prior, centred=centred), truth.diagonal(dim1=1, dim2=2)) < 1e-10
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_log_evidence_is_the_dense_one(problem, structure, prior):
-    precision = dense.precision(structure, problem.weights, problem.features(), problem.labels, prior)
-    expected = dense.log_evidence(precision, problem.weights, problem.features(), problem.labels, prior)
-    assert relative(fitted(problem, structure, prior).log_evidence()[0], expected) < 1e-10
+    evidence = dense.log_evidence(precision, problem.weights, problem.features(), problem.labels, prior)
+    assert relative(posterior.log_evidence()[0], evidence) < 1e-10
 
 
 def test_log_evidence_has_the_derivative_of_differences(problem, structure):
@@ -128,7 +124,7 @@ def test_a_running_average_is_algorithm_1_to_the_letter(problem, beta):
         b = beta * b + (1 - beta) * batch_b
     root = len(problem.inputs) ** 0.5
     prior = 0.7**0.5
-    left, right = (torch.linalg.inv(root * one + prior * torch.eye(len(one))) for one in (a, b))
+    left, right = (torch.linalg.inv(root * factor + prior * torch.eye(len(factor))) for factor in (a, b))
     features = problem.features()
     scale = (features @ right * features).sum(1)
     assert relative(layer.curvature.covariance(features, 0.7), scale[:, None, None] * left) < 1e-10

@@ -19,11 +19,12 @@ class TestSums:
     @pytest.mark.parametrize("centred", [False, True])
     def test_a_vector_of_precisions_equals_one_by_one(self, problem, structure, centred):
         curvature = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer.curvature
-        features, precisions = problem.features(torch.randn(5, 3)), torch.tensor([1e-9, 1e-3, 0.7, 50.0])
+        features = problem.features(torch.randn(5, 3))
+        precisions = torch.tensor([1e-9, 1e-3, 0.7, 50.0])
         together = curvature.variance(features, precisions, centred=centred)
         assert together.shape == (4, 5, 4)
-        for found, precision in zip(together, precisions.tolist(), strict=True):
-            assert relative(found, curvature.variance(features, precision, centred=centred)) < 1e-12
+        for actual, precision in zip(together, precisions.tolist(), strict=True):
+            assert relative(actual, curvature.variance(features, precision, centred=centred)) < 1e-12
 
     def test_adding_leaves_the_terms_as_they_were(self):
         batch = Sums({"gram": torch.ones(2, 2, dtype=torch.float64)}, 1)
@@ -47,9 +48,9 @@ class TestWhatDoesNotMatter:
         members = networks(2)
         expected = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
         with torch.inference_mode() if way == "inference mode" else torch.device("meta"):
-            found = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
-            probs = found.predict(inputs).probs
-        assert found.prior_precision == expected.prior_precision
+            actual = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
+            probs = actual.predict(inputs).probs
+        assert actual.prior_precision == expected.prior_precision
         assert torch.equal(probs, expected(inputs))
 
 
@@ -78,15 +79,16 @@ class TestMixing:
     def test_the_mixture_is_the_average_of_its_components(self, structure):
         """Also of networks of different width, with a bias and without."""
         inputs, labels = data()
-        widths, weights = ((9, True), (2, False), (6, True)), [0.2, 0.3, 0.5]
+        widths = ((9, True), (2, False), (6, True))
+        weights = [0.2, 0.3, 0.5]
         members = [make_problem(seed, width=width, bias=bias).network for seed, (width, bias) in enumerate(widths)]
         mixture = mola.fit(members, loader(inputs, labels, 7), structure=structure, weights=weights)
         alone = [mola.fit(member, loader(inputs, labels, 7), structure=structure) for member in members]
-        assert close(mixture(inputs), sum(w * one(inputs) for w, one in zip(weights, alone, strict=True)))
+        assert close(mixture(inputs), sum(w * posterior(inputs) for w, posterior in zip(weights, alone, strict=True)))
         assert close(mixture(inputs), mola.Mixture(alone, weights)(inputs))
-        assert close(mixture.log_evidence(), torch.cat([one.log_evidence() for one in alone]))
+        assert close(mixture.log_evidence(), torch.cat([posterior.log_evidence() for posterior in alone]))
         drawn = mixture.sample(20, generator=torch.Generator().manual_seed(0))
-        assert [one.shape[1] for one in drawn.weights] == [(10, 2, 7)[k] for k in drawn.component.tolist()]
+        assert [weight.shape[1] for weight in drawn.weights] == [(10, 2, 7)[k] for k in drawn.component.tolist()]
 
 
 class TestUncertainty:
@@ -97,8 +99,8 @@ class TestUncertainty:
         features = torch.cat([posterior.networks[0][:-1](inputs), torch.ones(40, 1)], 1).detach()
         probs = torch.softmax(torch.einsum("np,scp->snc", features, drawn), 2)
         share = 1 - torch.special.entr(probs).sum(2).mean(0) / torch.special.entr(probs.mean(0)).sum(1)
-        found = posterior.predict(inputs)
-        assert close(found.epistemic / found.entropy, share, 0.05)
+        actual = posterior.predict(inputs)
+        assert close(actual.epistemic / actual.entropy, share, 0.05)
 
 
 class TestOutlierScore:
@@ -129,6 +131,7 @@ class TestOutlierScore:
         posterior = mola.fit(head, list(inputs.split(100)), structure=structure)
         odd = inputs[:20].clone()
         odd[:, 3] = 5.0
-        plain, outlying = posterior.predict(inputs[:20]), posterior.predict(odd)
+        plain = posterior.predict(inputs[:20])
+        outlying = posterior.predict(odd)
         assert torch.equal(plain.label, outlying.label)
         assert bool((outlying.ood_score > plain.ood_score).all())

@@ -39,8 +39,8 @@ def test_the_noise_is_the_best_for_each_output(likelihood):
     assert scaled.likelihood.estimated
 
     def losses(posterior):
-        found = posterior.predict(x)
-        parts = found.weights, found.component_mean, found.component_variance
+        actual = posterior.predict(x)
+        parts = actual.weights, actual.component_mean, actual.component_variance
         return -normal_mixtures.log_density(*parts, y).mean(0)
 
     best = losses(scaled)
@@ -49,7 +49,8 @@ def test_the_noise_is_the_best_for_each_output(likelihood):
 
 
 def test_wrong_use_is_refused():
-    (x, y), net = data(), network()
+    x, y = data()
+    net = network()
     ensemble = mola.ensemble(net, likelihood="gaussian")
     dense = mola.ensemble(nn.Conv2d(3, 2, 1), likelihood="gaussian")
     fitted = mola.fit(net, [(x, y)], likelihood="gaussian", progress=False)

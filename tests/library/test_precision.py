@@ -60,8 +60,8 @@ def pair(structure, *, bias, size=1.0, count=2, **options):
 def check(posteriors, link, inputs, position):
     """Values to 1e-5 of the largest, differences to 1e-4."""
     actual, exact = (
-        one.with_link(link).predict(inputs.to(dtype))
-        for one, dtype in zip(posteriors, (torch.float32, torch.float64), strict=True)
+        posterior.with_link(link).predict(inputs.to(dtype))
+        for posterior, dtype in zip(posteriors, (torch.float32, torch.float64), strict=True)
     )
     assert torch.equal(posteriors[0].with_link(link)(inputs), actual.probs)
     for name, tolerance in (("probs", 1e-5), ("entropy", 1e-5), ("mutual_information", 1e-4), ("ood_score", 1e-4)):
@@ -156,7 +156,7 @@ class TestFeaturesOfAnySize:
     @pytest.mark.parametrize("link", [Bridge(), Bridge(normalised=True)])
     def test_the_bridge_at_zero(self, structure, link):
         """Features that are all 0 have no variance: the bridge is uniform there, and not 0 / 0."""
-        (_, posterior) = pair(structure, bias=False)
+        _, posterior = pair(structure, bias=False)
         at_zero = posterior.with_link(link)(torch.zeros(2, 6))
         assert close(at_zero, torch.full((2, 4), 0.25))
 

@@ -32,13 +32,13 @@ def regression(count, outputs=2, seed=0, misjudged=2.0):
 def test_intervals_keep_their_promise_exactly(method, joint, misjudged):
     prediction, targets = regression(61, misjudged=misjudged)
     held = np.zeros((61, 2), dtype=bool)
-    for place in range(61):
-        others = torch.arange(61) != place
+    for index in range(61):
+        others = torch.arange(61) != index
         band = mola.prediction_intervals(prediction[others], targets[others], 0.8, method, joint=joint)
         lower, upper = band(prediction[~others])
-        held[place] = ((lower <= targets[place]) & (targets[place] <= upper)).numpy()[0]
-    found = [held.all(1).sum()] if joint else held.sum(0).tolist()
-    assert all(one == math.ceil(61 * 0.8) for one in found)
+        held[index] = ((lower <= targets[index]) & (targets[index] <= upper)).numpy()[0]
+    counts = [held.all(1).sum()] if joint else held.sum(0).tolist()
+    assert all(count == math.ceil(61 * 0.8) for count in counts)
 
 
 def test_intervals_by_definition():

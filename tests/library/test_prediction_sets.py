@@ -28,15 +28,15 @@ def data(count, classes=4, seed=0, ties=False):
 def slow_scores(method, row, penalty, free):
     """Scores of one input, class by class."""
     order = sorted(range(len(row)), key=lambda c: (-row[c], c))
-    found = {}
-    for place, c in enumerate(order):
+    scores = {}
+    for index, c in enumerate(order):
         if method == "lac":
-            found[c] = -row[c]
+            scores[c] = -row[c]
         else:
-            found[c] = sum(row[other] for other in order[:place]) + row[c]
+            scores[c] = sum(row[other] for other in order[:index]) + row[c]
             if method == "raps":
-                found[c] += penalty * max(0, place + 1 - free)
-    return [found[c] for c in range(len(row))]
+                scores[c] += penalty * max(0, index + 1 - free)
+    return [scores[c] for c in range(len(row))]
 
 
 @pytest.mark.parametrize("method", ["lac", "aps", "raps"])
@@ -59,10 +59,10 @@ def test_the_promise_is_kept_exactly(method, coverage, ties):
     """Each datum in turn is the new one, and all others calibrate: the promise for exchangeable data, without sampling error."""
     probs, labels = data(61, ties=ties)
     held = 0
-    for place in range(61):
-        others = torch.arange(61) != place
+    for index in range(61):
+        others = torch.arange(61) != index
         sets = mola.prediction_sets(probs[others], labels[others], coverage, method, penalty=0.05, free=1)
-        held += int(sets(probs[place : place + 1])[0, labels[place]])
+        held += int(sets(probs[index : index + 1])[0, labels[index]])
     exact = Fraction(coverage).limit_denominator(1000)
     assert Fraction(held, 61) >= exact
     if not ties and method == "lac":
@@ -73,11 +73,11 @@ def test_the_promise_is_kept_for_each_class():
     probs, labels = data(120, classes=3, seed=1)
     probs[labels == 2] = probs[labels == 2].flip(1)  # the predictor is bad for one class
     held = np.zeros(120, dtype=bool)
-    for place in range(120):
-        others = np.arange(120) != place
+    for index in range(120):
+        others = np.arange(120) != index
         sets = mola.prediction_sets(probs[others], labels[others], 0.8, by="class")
-        held[place] = bool(sets(probs[place : place + 1])[0, labels[place]])
-    assert all(held[labels == one].mean() >= 0.8 for one in range(3))
+        held[index] = bool(sets(probs[index : index + 1])[0, labels[index]])
+    assert all(held[labels == label].mean() >= 0.8 for label in range(3))
     plain = mola.prediction_sets(probs, labels, 0.8)(probs)[torch.arange(120), labels]
     assert plain[labels == 2].double().mean() < 0.8  # on average only
 
@@ -87,15 +87,18 @@ def test_randomised_sets_have_the_coverage_that_was_asked_for():
     generator = torch.Generator().manual_seed(0)
     probs, labels = data(20_000, seed=2)
     every = torch.arange(10_000)
-    found = {}
+    coverage_and_size = {}
     for randomised in (False, True):
         sets = mola.prediction_sets(
             probs[:10_000], labels[:10_000], 0.7, "aps", randomised=randomised, generator=generator
         )
         held = sets(probs[10_000:], generator=generator)
-        found[randomised] = (float(held[every, labels[10_000:]].double().mean()), float(held.sum(1).double().mean()))
-    assert found[True][0] == pytest.approx(0.7, abs=4 * math.sqrt(2 * 0.21 / 10_000))
-    assert found[True][1] < found[False][1]
+        coverage_and_size[randomised] = (
+            float(held[every, labels[10_000:]].double().mean()),
+            float(held.sum(1).double().mean()),
+        )
+    assert coverage_and_size[True][0] == pytest.approx(0.7, abs=4 * math.sqrt(2 * 0.21 / 10_000))
+    assert coverage_and_size[True][1] < coverage_and_size[False][1]
 
 
 def test_empty_and_whole_sets():

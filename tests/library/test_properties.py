@@ -40,9 +40,11 @@ def problems(draw, most=12):
 def portions(draw, count):
     """An order of so many rows, and sizes that add up to it; a last portion of one row is drawn often."""
     order = draw(st.permutations(range(count)))
-    sizes, left = [], count
+    sizes = []
+    left = count
     if count > 1 and draw(st.booleans()):
-        sizes, left = [1], count - 1
+        sizes = [1]
+        left = count - 1
     while left:
         sizes.append(draw(st.integers(1, left)))
         left -= sizes[-1]
@@ -66,7 +68,8 @@ def with_head(problem, weight, bias):
 class TestSums:
     @given(data=st.data(), problem=problems(), name=structures)
     def test_do_not_depend_on_portions_order_or_grouping(self, data, problem, name):
-        features, structure = problem.features(), KNOWN[name]()
+        features = problem.features()
+        structure = KNOWN[name]()
         logits = features @ problem.weights.T
         order, sizes = data.draw(portions(len(features)))
 
@@ -77,7 +80,8 @@ class TestSums:
 
         whole = sums(slice(None))
         parts = [sums(rows) for rows in order.split(sizes)]
-        left, right = Sums({}), Sums({})
+        left = Sums({})
+        right = Sums({})
         for part in parts:
             left = left + part
         for part in reversed(parts):
@@ -105,7 +109,8 @@ class TestSums:
         often = mola.fit(
             problem.network, problem.loader * copies, structure=name, prior_precision=copies * precision, progress=False
         )
-        first, second = once.predict(problem.inputs), often.predict(problem.inputs)
+        first = once.predict(problem.inputs)
+        second = often.predict(problem.inputs)
         assert relatively_close(second.logit_variance * copies, first.logit_variance, 1e-9)
         assert close(first.ood_score, second.ood_score, 1e-8 * (1 + float(first.ood_score.abs().max())))
 
@@ -118,7 +123,8 @@ class TestSums:
     def test_the_unit_of_the_features_does_not_matter(self, problem, name, power, precision):
         """Features in another unit, weights in its inverse, the prior on the weights accordingly: the same logits and variances."""
         scale = 2.0**power
-        body, head = problem.network[:-1], problem.network[-1]
+        body = problem.network[:-1]
+        head = problem.network[-1]
         if head.bias is not None:
             head = nn.Linear(head.in_features, head.out_features, bias=False)
         same = nn.Sequential(*body, head)
@@ -147,10 +153,10 @@ class TestPredictions:
         order = torch.tensor(data.draw(st.permutations(range(head.out_features))))
         bias = None if head.bias is None else head.bias.detach()[order]
         permuted = with_head(problem, head.weight.detach()[order], bias)
-        place = order.argsort()
+        index = order.argsort()
         options = {"structure": name, "link": link, "prior_precision": precision, "progress": False}
         straight = mola.fit(problem.network, problem.loader, **options)
-        turned = mola.fit(permuted, [(x, place[y]) for x, y in problem.loader], **options)
+        turned = mola.fit(permuted, [(x, index[y]) for x, y in problem.loader], **options)
         assert close(turned(problem.inputs), straight(problem.inputs)[:, order], 1e-8)
         assert relatively_close(turned.log_evidence(), straight.log_evidence(), 1e-9)
 
@@ -158,7 +164,8 @@ class TestPredictions:
     def test_the_order_of_the_components_does_not_matter(self, problem, name, link, order, precision):
         classes = problem.network[-1].out_features
         members = [make_problem(seed=seed, classes=classes, width=2 + seed).network for seed in range(3)]
-        weights, priors = [0.2, 0.3, 0.5], [precision, 1.0, 2.0]
+        weights = [0.2, 0.3, 0.5]
+        priors = [precision, 1.0, 2.0]
         options = {"structure": name, "link": link, "progress": False}
         straight = mola.fit(members, problem.loader, weights=weights, prior_precision=priors, **options)
         turned = mola.fit(
@@ -168,7 +175,8 @@ class TestPredictions:
             prior_precision=[priors[k] for k in order],
             **options,
         )
-        first, second = straight.predict(problem.inputs), turned.predict(problem.inputs)
+        first = straight.predict(problem.inputs)
+        second = turned.predict(problem.inputs)
         assert close(first.probs, second.probs)
         assert close(first.ood_score, second.ood_score, 1e-9 * (1 + float(first.ood_score.abs().max())))
 
@@ -235,21 +243,19 @@ class TestPredictions:
     )
     def test_equal_components_are_one(self, problem, name, link, copies, precision, pooling):
         options = {"structure": name, "link": link, "prior_precision": precision, "progress": False}
-        one = mola.fit(problem.network, problem.loader, **options).predict(problem.inputs)
+        single = mola.fit(problem.network, problem.loader, **options).predict(problem.inputs)
         equal = mola.fit([problem.network] * copies, problem.loader, **options)
         many = equal.with_pooling(pooling).predict(problem.inputs)
         for field in ("probs", "mutual_information", "ood_score"):
-            scale = 1 + float(getattr(one, field).abs().max())
-            assert close(getattr(one, field), getattr(many, field), 1e-10 * scale), field
+            scale = 1 + float(getattr(single, field).abs().max())
+            assert close(getattr(single, field), getattr(many, field), 1e-10 * scale), field
 
     @given(data=st.data(), problem=problems(), name=structures, link=st.sampled_from([*CLOSED_FORM_LINKS, "mc"]))
     def test_batches_do_not_matter_to_a_prediction(self, data, problem, name, link):
         posterior = mola.fit(problem.network, problem.loader, structure=name, link=link, progress=False)
         order, sizes = data.draw(portions(len(problem.inputs)))
-        whole, parts = (
-            posterior.predict(problem.inputs[order]),
-            posterior.predict(list(problem.inputs[order].split(sizes))),
-        )
+        whole = posterior.predict(problem.inputs[order])
+        parts = posterior.predict(list(problem.inputs[order].split(sizes)))
         for field in ("probs", "mutual_information", "ood_score"):
             scale = 1 + float(getattr(whole, field).abs().max())
             assert close(getattr(whole, field), getattr(parts, field), 1e-10 * scale), field

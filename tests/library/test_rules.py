@@ -72,7 +72,7 @@ class TestByHand:
         curve = tuned.tuning.curve
         assert curve["prior_precision"] == GRID
         assert torch.allclose(torch.tensor(curve["confidence"]), confidences, atol=1e-12)
-        expected = min(value for value, found in zip(GRID, confidences, strict=True) if found >= threshold)
+        expected = min(value for value, actual in zip(GRID, confidences, strict=True) if actual >= threshold)
         assert tuned.prior_precision == (expected,) * 3
 
     @quiet
@@ -90,14 +90,14 @@ class TestByHand:
             "exponent": [0.0, 1.0, 2.0],
             "onset": [1.0, 1.0, 1.5],
         }
-        found = posterior.objective(data).mean_scores(posterior.settings.candidates(**settings))
+        actual = posterior.objective(data).mean_scores(posterior.settings.candidates(**settings))
         inputs, labels = joined(validation)
-        for place in range(3):
-            precision, temperature, pooling, exponent, onset = (values[place] for values in settings.values())
-            one = posterior.with_prior_precision(precision).with_temperature(temperature).with_pooling(pooling)
-            probs = one.with_distance_exponent(exponent, onset=onset)(inputs)
+        for index in range(3):
+            precision, temperature, pooling, exponent, onset = (values[index] for values in settings.values())
+            candidate = posterior.with_prior_precision(precision).with_temperature(temperature).with_pooling(pooling)
+            probs = candidate.with_distance_exponent(exponent, onset=onset)(inputs)
             for name, function in SCORES.items():
-                assert float(found[name][place]) == pytest.approx(function(probs, labels), abs=1e-10), name
+                assert float(actual[name][index]) == pytest.approx(function(probs, labels), abs=1e-10), name
 
     @quiet
     def test_brier_threshold_must_be_met_too(self, trained):
@@ -124,9 +124,9 @@ class TestByHand:
         assert float(exposed(outliers[0]).max(1).values.mean()) < float(plain(outliers[0]).max(1).values.mean())
         inputs, labels = joined(validation)
 
-        def objective(one):
-            uniform = -one(outliers[0]).log().mean()
-            return metrics.negative_log_likelihood(one(inputs), labels) + 10.0 * float(uniform)
+        def objective(candidate):
+            uniform = -candidate(outliers[0]).log().mean()
+            return metrics.negative_log_likelihood(candidate(inputs), labels) + 10.0 * float(uniform)
 
         assert objective(exposed) == pytest.approx(min(exposed.tuning.curve["objective"]), rel=1e-9)
         assert objective(exposed) <= objective(plain)
@@ -180,19 +180,9 @@ class TestThreshold:
     @quiet
     def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(self, trained):
         members, batches, validation = trained
-        for margin, named in ((1e-4, True), (0.3, False)):
+        for margin, is_named in ((1e-4, True), (0.3, False)):
             notes = mola.fit(members, batches).tune(validation, rule=Threshold(margin=margin)).tuning.notes
-            assert any("validation set is small" in note for note in notes) == named
-
-    @quiet
-    def test_a_given_confidence_needs_no_labels(self, trained):
-        members, batches, validation = trained
-        posterior = mola.fit(members, batches)
-        inputs, _ = joined(validation)
-        with_labels = posterior.tune(validation, rule=Threshold(0.8))
-        assert posterior.tune([inputs], rule=Threshold(0.8)).prior_precision == with_labels.prior_precision
-        with pytest.raises(mola.errors.DataError, match="labels"):
-            posterior.tune([inputs], rule="threshold")
+            assert any("validation set is small" in note for note in notes) == is_named
 
 
 class TestTemperature:
@@ -206,10 +196,11 @@ class TestTemperature:
         assert 0.1 <= tuned.temperature < 0.7
         assert any("underconfident" in note for note in tuned.tuning.notes)
         inputs, labels = joined(validation)
-        curve, chosen = tuned.tuning.curve, tuned.prior_precision[0]
-        place = curve["prior_precision"].index(chosen)
-        assert curve[score][place] == min(curve[score])
-        assert SCORES[score](tuned(inputs), labels) == pytest.approx(curve[score][place], rel=1e-9)
+        curve = tuned.tuning.curve
+        chosen = tuned.prior_precision[0]
+        index = curve["prior_precision"].index(chosen)
+        assert curve[score][index] == min(curve[score])
+        assert SCORES[score](tuned(inputs), labels) == pytest.approx(curve[score][index], rel=1e-9)
         plain = tuned.with_temperature(1.0)
         assert SCORES[score](tuned(inputs), labels) < SCORES[score](plain(inputs), labels)
 
@@ -229,10 +220,10 @@ class TestTemperature:
         tuned = mola.fit(members, batches, link=Halved()).tune(validation, rule=Score("nll", grid=GRID))
         assert tuned.temperature < 1
         inputs, labels = joined(validation)
-        for place in (2, 6):
-            probs = tuned.with_prior_precision(GRID[place])(inputs)
+        for index in (2, 6):
+            probs = tuned.with_prior_precision(GRID[index])(inputs)
             expected = metrics.negative_log_likelihood(probs, labels)
-            assert tuned.tuning.curve["nll"][place] == pytest.approx(expected, rel=1e-9)
+            assert tuned.tuning.curve["nll"][index] == pytest.approx(expected, rel=1e-9)
 
 
 class TestEvidence:
@@ -251,7 +242,8 @@ class TestEvidence:
     def test_shared_and_apart(self, structure):
         inputs, labels = data()
         posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure)
-        shared, apart = posterior.tune(rule=Evidence()), posterior.tune(rule=Evidence(shared=False))
+        shared = posterior.tune(rule=Evidence())
+        apart = posterior.tune(rule=Evidence(shared=False))
         assert len(set(shared.prior_precision)) == 1
         assert len(set(apart.prior_precision)) == 3
         for precision, member in zip(apart.prior_precision, posterior.networks, strict=True):
@@ -306,8 +298,10 @@ class TestWrongUse:
 )
 def test_every_rule_is_deterministic_and_saved(trained, rule, tmp_path):
     members, batches, validation = trained
-    posterior, data = mola.fit(members, batches), validation if RULES[rule].needs_data else None
-    tuned, again = posterior.tune(data, rule=rule), posterior.tune(data, rule=rule)
+    posterior = mola.fit(members, batches)
+    data = validation if RULES[rule].needs_data else None
+    tuned = posterior.tune(data, rule=rule)
+    again = posterior.tune(data, rule=rule)
     inputs = joined(validation)[0]
     assert tuned.tuning == again.tuning
     assert tuned.tuning.summary

@@ -33,7 +33,8 @@ def plain(seed=0, width=4, outputs=3):
 
 
 def posterior(networks, structure="kron", likelihood="categorical", link="probit", weights="uniform", **options):
-    labels, distances = options.get("labels", Y), options.get("distances", True)
+    labels = options.get("labels", Y)
+    distances = options.get("distances", True)
     fitted = mola.fit(
         networks,
         [X if labels is None else (X, labels)],
@@ -56,16 +57,17 @@ def assert_same(first, second):
     for name in ("settings", "weighting", "link", "tuning", "reference"):
         assert getattr(first, name) == getattr(second, name), name
     assert torch.equal(first.weights, second.weights)
-    for one, two in zip(first.components, second.components, strict=True):
-        assert (one.network, one.head, one.likelihood) == (two.network, two.head, two.likelihood)
-        assert one.layer.structure == two.layer.structure
-        left, right = one.layer.sums, two.layer.sums
-        assert (left.count, left.log_likelihood) == (right.count, right.log_likelihood)
-        assert left.tensors.keys() == right.tensors.keys()
-        assert all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
-        assert torch.equal(one.layer.weights, two.layer.weights)
+    for left, right in zip(first.components, second.components, strict=True):
+        assert (left.network, left.head, left.likelihood) == (right.network, right.head, right.likelihood)
+        assert left.layer.structure == right.layer.structure
+        sums = left.layer.sums
+        others = right.layer.sums
+        assert (sums.count, sums.log_likelihood) == (others.count, others.log_likelihood)
+        assert sums.tensors.keys() == others.tensors.keys()
+        assert all(torch.equal(tensor, others.tensors[name]) for name, tensor in sums.tensors.items())
+        assert torch.equal(left.layer.weights, right.layer.weights)
     seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
-    drawn = [one.sample(5, generator=seed).weights for one, seed in zip((first, second), seeds, strict=True)]
+    drawn = [mixture.sample(5, generator=seed).weights for mixture, seed in zip((first, second), seeds, strict=True)]
     for left, right in zip(*drawn, strict=True):
         assert_close(left, right, "float64")
 
@@ -226,19 +228,19 @@ def replace_tensor(folder, name, value):
     (path,) = folder.glob("*.safetensors")
     tensors = load(path.read_bytes())
     tensors[name] = value
-    content = save({key: one for key, one in tensors.items() if one is not None})
+    content = save({key: tensor for key, tensor in tensors.items() if tensor is not None})
     path.write_bytes(content)
     edit(folder, lambda document: document["tensors"].update(sha256=hashlib.sha256(content).hexdigest()))
 
 
 EDITS = {
     "unknown structure": (
-        lambda one: one["structure"].update(name="__import__"),
+        lambda document: document["structure"].update(name="__import__"),
         "unknown structure '__import__'.*kron",
     ),
-    "unknown setting": (lambda one: one["link"].update(colour=1), "colour"),
-    "weights": (lambda one: one.update(weights=[1, 1, 1]), "weights must sum to 1"),
-    "precision": (lambda one: one["settings"].update(prior_precision=[1, 0, 1]), "prior_precision"),
+    "unknown setting": (lambda document: document["link"].update(colour=1), "colour"),
+    "weights": (lambda document: document.update(weights=[1, 1, 1]), "weights must sum to 1"),
+    "precision": (lambda document: document["settings"].update(prior_precision=[1, 0, 1]), "prior_precision"),
 }
 
 

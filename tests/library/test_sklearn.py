@@ -58,7 +58,8 @@ def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set
     seed = random.randint(2**31 - 1)
     labels = np.searchsorted(model.classes_, labels)
     aside = torch.from_numpy(quick()._set_aside(labels, random))
-    inputs, targets = torch.tensor(StandardScaler().fit_transform(rows)), torch.tensor(labels)
+    inputs = torch.tensor(StandardScaler().fit_transform(rows))
+    targets = torch.tensor(labels)
 
     def train(rows):
         return train_mlps(
@@ -81,11 +82,13 @@ def test_scaling_by_distance_is_taken_over():
     """Exponent and temperature as chosen; held-out rows are as many times as far as training rows, for whichever networks."""
     rows, labels = blobs()
     model = quick(rule=mola.rules.Distance(price=0.05)).fit(rows, labels)
-    posterior, tuning = model.posterior_, model.tuning_
+    posterior = model.posterior_
+    tuning = model.tuning_
     assert tuning.rule.startswith("Distance")
     assert posterior.settings == tuning.settings
     assert posterior.distance_exponent > 0
-    near, far = model.prediction(rows), model.prediction(30 * rows)
+    near = model.prediction(rows)
+    far = model.prediction(30 * rows)
     assert 0.5 < float(near.distance.median()) < 1.5
     assert float(far.distance.median()) > float(near.distance.median())
     without = posterior.with_distance_exponent(0.0)(torch.from_numpy((30 * rows - model.mean_) / model.scale_))
@@ -97,8 +100,6 @@ def test_scaling_by_distance_is_taken_over():
     [
         ({"hidden": (8, -1)}, "hidden must be"),
         ({"members": 0}, "members must be"),
-        ({"rule": "nil"}, "rule must be"),
-        ({"structure": "cron"}, "structure must be"),
         ({"validation_fraction": 1.0}, "validation_fraction.*evidence"),
     ],
 )
@@ -120,7 +121,8 @@ def test_data_that_cannot_be_used_are_refused():
 def test_units_offsets_and_constant_features_have_no_effect():
     """Also an offset that float32 could not hold: the features are one part in 10^9 of it."""
     rows, labels = blobs()
-    model, moved = quick().fit(rows, labels), quick().fit(rows * 1e-3 + 1e6, labels)
+    model = quick().fit(rows, labels)
+    moved = quick().fit(rows * 1e-3 + 1e6, labels)
     np.testing.assert_allclose(moved.predict_proba(rows * 1e-3 + 1e6), model.predict_proba(rows), rtol=1e-3, atol=1e-5)
     constant = quick().fit(np.hstack([rows, np.full((len(rows), 1), 0.1)]), labels)
     assert constant.scale_[-1] == 1.0
@@ -139,9 +141,9 @@ def test_searches_and_seeds():
 def test_sensible_on_a_real_table_and_aware_of_what_is_none():
     """Breast cancer: far below the log-loss of guessing (0.66); rows shuffled within columns are told from real ones."""
     rows, labels = load_breast_cancer(return_X_y=True)
-    train, test, known, asked = train_test_split(rows, labels, test_size=0.3, stratify=labels, random_state=0)
+    train, test, known, unseen = train_test_split(rows, labels, test_size=0.3, stratify=labels, random_state=0)
     model = mola.MolaClassifier(random_state=0).fit(train, known)
-    assert log_loss(asked, model.predict_proba(test)) < 0.2
+    assert log_loss(unseen, model.predict_proba(test)) < 0.2
     shuffled = np.random.default_rng(0).permuted(test, axis=0)
     truth = np.repeat([0, 1], len(test))
     assert roc_auc_score(truth, np.r_[model.ood_score(test), model.ood_score(shuffled)]) > 0.9
@@ -209,7 +211,7 @@ def test_without_scikit_learn_the_error_names_the_extra():
         "try:\n    mola.MolaClassifier\n"
         "except mola.errors.MissingExtraError as error:\n    print(error)"
     )
-    said = run_python("-c", code).stdout
-    assert "pip install 'molaplace[sklearn]'" in said
+    printed = run_python("-c", code).stdout
+    assert "pip install 'molaplace[sklearn]'" in printed
     with pytest.raises(AttributeError, match="no attribute 'MolaClasifier'"):
         _ = mola.MolaClasifier

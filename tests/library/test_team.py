@@ -20,9 +20,9 @@ def alone():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with pytest.warns(mola.errors.MolaWarning):  # tuning by the threshold: these networks are not overconfident
-        found = laws(None)
+        actual = laws(None)
     torch.set_default_dtype(before)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -30,15 +30,15 @@ def test_a_team_does_what_one_process_does(size, alone, tmp_path):
     command = ["-m", "tests.team_script", "laws", tmp_path]
     codes, errors = run_team(size, command, tmp_path, cwd=ROOT, timeout=300)
     assert codes == [0] * size, "\n".join(errors)
-    found = [load_file(tmp_path / f"{rank}-of-{size}.safetensors") for rank in range(size)]
+    actual = [load_file(tmp_path / f"{rank}-of-{size}.safetensors") for rank in range(size)]
     assert len(alone) > 150
     for name, expected in alone.items():
-        for other in found[1:]:
-            assert torch.equal(other[name], found[0][name]), f"{name} differs between ranks"
+        for other in actual[1:]:
+            assert torch.equal(other[name], actual[0][name]), f"{name} differs between ranks"
         if name.endswith(("lambda", "threshold", "label")):
-            assert torch.equal(found[0][name], expected), name
+            assert torch.equal(actual[0][name], expected), name
         searched = name.endswith(("stacking", "ensemble", "by evidence"))
-        assert_close(found[0][name], expected, "search" if searched else "float64", name=name)
+        assert_close(actual[0][name], expected, "search" if searched else "float64", name=name)
     for rank in range(size):
         resumed = json.loads((tmp_path / f"{rank}-of-{size}.json").read_text())
         assert resumed["kept"]

@@ -32,43 +32,44 @@ def draw(members, count=60, classes=4, scale=3.0, seed=0):
 def test_the_temperature_is_scipys_and_the_best_of_a_fine_grid(members, seed):
     logits, labels = draw(members, seed=seed)
     weights = torch.arange(1.0, members + 1) / sum(range(1, members + 1))
-    found = fit_temperature(logits, labels, weights)
+    temperature = fit_temperature(logits, labels, weights)
 
     def loss(log_t):
         return nll(logits.numpy(), labels.numpy(), weights.numpy(), np.exp(log_t))
 
-    scipys = optimize.minimize_scalar(loss, bracket=(np.log(found) - 1, np.log(found) + 1), tol=1e-12)
-    assert abs(np.log(found) - scipys.x) < 1e-6  # scipy sees the loss alone, whose minimum is flat to rounding
-    assert loss(np.log(found)) <= min(loss(log_t) for log_t in np.linspace(-4, 5, 400)) + 1e-12
+    scipys = optimize.minimize_scalar(loss, bracket=(np.log(temperature) - 1, np.log(temperature) + 1), tol=1e-12)
+    assert abs(np.log(temperature) - scipys.x) < 1e-6  # scipy sees the loss alone, whose minimum is flat to rounding
+    assert loss(np.log(temperature)) <= min(loss(log_t) for log_t in np.linspace(-4, 5, 400)) + 1e-12
     step = 1e-5
-    slope = (loss(np.log(found) + step) - loss(np.log(found) - step)) / (2 * step)
+    slope = (loss(np.log(temperature) + step) - loss(np.log(temperature) - step)) / (2 * step)
     assert abs(slope) < 1e-7
 
 
 def test_two_minima_and_the_lower_is_taken():
     """Members whose logits differ in scale want different temperatures: some such losses have two minima."""
     generator = torch.Generator().manual_seed(3)
-    grid, seen = np.exp(np.linspace(-7, 9, 400)), 0
+    grid = np.exp(np.linspace(-7, 9, 400))
+    count = 0
     for _ in range(60):
         logits = torch.tensor([0.05, 50.0])[:, None, None] * torch.randn(2, 12, 3, generator=generator)
         labels = torch.randint(3, (12,), generator=generator)
         losses = np.array([nll(logits.numpy(), labels.numpy(), [0.5, 0.5], t) for t in grid])
         inner = (losses[1:-1] < losses[:-2]) & (losses[1:-1] < losses[2:])
         if inner.sum() == 2 and 0 < losses.argmin() < len(grid) - 1:
-            seen += 1
-            found = fit_temperature(logits, labels)
-            assert nll(logits.numpy(), labels.numpy(), [0.5, 0.5], found) <= losses.min() + 1e-12
-    assert seen >= 2
+            count += 1
+            temperature = fit_temperature(logits, labels)
+            assert nll(logits.numpy(), labels.numpy(), [0.5, 0.5], temperature) <= losses.min() + 1e-12
+    assert count >= 2
 
 
 def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
     logits, _ = draw(1)
     with pytest.warns(MolaWarning, match="goes to 0"):
-        found = fit_temperature(logits, logits[0].argmax(1))
-    assert float((logits[0] / found).softmax(-1).amax(1).min()) > 0.99
+        temperature = fit_temperature(logits, logits[0].argmax(1))
+    assert float((logits[0] / temperature).softmax(-1).amax(1).min()) > 0.99
     with pytest.warns(MolaWarning, match="goes to infinity"):
-        found = fit_temperature(logits, logits[0].argmin(1))
-    assert float((logits[0] / found).softmax(-1).amax()) < 0.26
+        temperature = fit_temperature(logits, logits[0].argmin(1))
+    assert float((logits[0] / temperature).softmax(-1).amax()) < 0.26
     with pytest.warns(MolaWarning, match="every temperature"):
         assert fit_temperature(torch.ones(1, 5, 3), torch.zeros(5, dtype=torch.long)) == 1.0
 
@@ -92,7 +93,7 @@ def problems():
     """Three networks, and labels that they know something about."""
     made = [make_problem(seed) for seed in range(3)]
     with torch.no_grad():
-        probs = sum((one.network(made[0].inputs) / 2).softmax(-1) for one in made) / 3
+        probs = sum((problem.network(made[0].inputs) / 2).softmax(-1) for problem in made) / 3
     made[0].labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
     return made
 
@@ -100,8 +101,11 @@ def problems():
 @pytest.mark.parametrize("mean", ["probabilities", "logits"])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_the_predictor_is_the_formula_at_its_best_temperature(likelihood, mean):
-    made, weights = problems(), torch.tensor([0.5, 0.3, 0.2])
-    networks, inputs, labels = [one.network for one in made], made[0].inputs, made[0].labels
+    made = problems()
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    networks = [problem.network for problem in made]
+    inputs = made[0].inputs
+    labels = made[0].labels
     with torch.no_grad():
         logits = torch.stack([network(inputs) for network in networks])
     if likelihood == "bernoulli":

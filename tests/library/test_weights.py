@@ -57,8 +57,8 @@ def test_reweighting_raises_the_validation_likelihood(structure):
     posterior = fitted(4, structure=structure)
     stacked = posterior.reweight(loader(inputs, labels, 7))
 
-    def score(one):
-        return float(one(inputs).gather(1, labels[:, None]).log().mean())
+    def score(posterior_scored):
+        return float(posterior_scored(inputs).gather(1, labels[:, None]).log().mean())
 
     assert score(stacked) > score(posterior)
     for one_hot in torch.eye(4):
@@ -71,14 +71,15 @@ def test_reweighting_raises_the_validation_likelihood(structure):
 def test_stacking_where_predictions_depend_on_the_weights(before, exponent, pooling):
     """It ends where it stays, and is no worse than where it began or than uniform weights."""
     members = [trained(seed) for seed in range(3)]
-    held, (inputs, labels) = blob_loader(1, spread=2.5), blobs(1, spread=2.5)
+    held = blob_loader(1, spread=2.5)
+    inputs, labels = blobs(1, spread=2.5)
     tuned = mola.fit(members, blob_loader(), link="probit-centred", progress=False).tune(
         held, rule=mola.rules.Score(grid=[3.0]), progress=False
     )
     posterior = tuned.with_distance_exponent(exponent).with_pooling(pooling).with_weights(before)
 
-    def score(one):
-        return float(one(inputs).gather(1, labels[:, None]).log().mean())
+    def score(posterior_scored):
+        return float(posterior_scored(inputs).gather(1, labels[:, None]).log().mean())
 
     stacked = posterior.reweight(held, progress=False)
     assert close(stacked.reweight(held, progress=False).weights, stacked.weights, 1e-6)
@@ -90,8 +91,8 @@ def test_stacking_where_predictions_depend_on_the_weights(before, exponent, pool
 def test_evidence_weights_follow_the_log_evidences(structure):
     posterior = fitted(structure=structure, weights="evidence")
     moved = posterior.with_prior_precision(0.01)
-    for one in (posterior, moved):
-        assert torch.allclose(one.weights, torch.softmax(one.log_evidence(), 0))
+    for weighted in (posterior, moved):
+        assert torch.allclose(weighted.weights, torch.softmax(weighted.log_evidence(), 0))
     assert not torch.allclose(moved.weights, posterior.weights)
 
 

@@ -44,7 +44,8 @@ class Noise:
     """Standard normals, or the same with the other sign: what only one sign shows, one of the two shows."""
 
     def __init__(self, seed: int, sign: int) -> None:
-        self.rng, self.sign = np.random.default_rng(seed), sign
+        self.rng = np.random.default_rng(seed)
+        self.sign = sign
 
     def standard_normal(self, shape: tuple[int, ...]) -> Array:
         return self.sign * self.rng.standard_normal(shape)
@@ -251,12 +252,14 @@ class Component:
                 contrast = contrast + size[:, None, None] * symmetric_noise(self.rng, self.classes)
             actual = self._with_common(logits, contrast, (features**2).sum(1) / prior)
         elif self.structure == "kron-exact":
-            (a, left), (b, right) = self.seen, self.known
+            a, left = self.seen
+            b, right = self.known
             spread = (features @ right) ** 2 @ (1 / (self.count * a[:, None] * b + prior)).T
             contrast = np.einsum("ir,nr,jr->nij", left, spread, left)
             actual = self._with_common(logits, contrast, (features**2).sum(1) / prior)
         else:
-            (a, left), (b, right) = self.seen, self.known
+            a, left = self.seen
+            b, right = self.known
             length = (features @ right) ** 2 @ (1 / (math.sqrt(self.count) * b + math.sqrt(prior)))
             cls = (left / (math.sqrt(self.count) * a + math.sqrt(prior))) @ left.T
             actual = self._with_common(logits, length[:, None, None] * cls, length / math.sqrt(prior))
@@ -285,7 +288,8 @@ class Component:
             return float(np.log(self.diagonal + prior).sum())
         if self.structure == "full":
             return float(np.log(self.decomposed[0] + prior).sum() + self.width * math.log(prior))
-        (a, _), (b, _) = self.seen, self.known
+        a, _ = self.seen
+        b, _ = self.known
         if self.structure == "kron-exact":
             return float(np.log(self.count * a[:, None] * b + prior).sum() + self.width * math.log(prior))
         size = math.sqrt(self.count)
@@ -294,8 +298,8 @@ class Component:
 
     def log_evidence(self) -> float:
         assert self.labels is not None
-        own = self.logits[np.arange(self.count), self.labels]
-        fit = (own - log_sum_exp(self.logits, 1)).sum()
+        logits_of_labels = self.logits[np.arange(self.count), self.labels]
+        fit = (logits_of_labels - log_sum_exp(self.logits, 1)).sum()
         prior = self.weights.size * math.log(self.precision) - self.precision * (self.weights**2).sum()
         return float(fit + (prior - self.log_determinant()) / 2)
 
@@ -317,8 +321,8 @@ def probit_centred(moments: Moments) -> Array:
 
 
 def mean_field(moments: Moments) -> Array:
-    own = np.einsum("ncc->nc", moments.contrast)
-    of_difference = np.maximum(own[:, :, None] + own[:, None, :] - 2 * moments.contrast, 0)
+    variances = np.einsum("ncc->nc", moments.contrast)
+    of_difference = np.maximum(variances[:, :, None] + variances[:, None, :] - 2 * moments.contrast, 0)
     margins = cool(moments.mean[:, :, None] - moments.mean[:, None, :], of_difference)
     return softmax(-log_sum_exp(-margins, 2))
 
@@ -326,13 +330,13 @@ def mean_field(moments: Moments) -> Array:
 def bridge(moments: Moments) -> Array:
     classes = moments.mean.shape[1]
     mean = moments.mean - moments.mean.mean(1, keepdims=True)
-    own = np.maximum(np.einsum("ncc->nc", moments.contrast), 0)
-    if (own == 0).any():
+    variances = np.maximum(np.einsum("ncc->nc", moments.contrast), 0)
+    if (variances == 0).any():
         raise NoAnswerError  # 0 / 0
     logs = mean + log_sum_exp(-mean, 1)[:, None] - 2 * math.log(classes)
     if classes > 2:
         logs = np.logaddexp(math.log(1 - 2 / classes), logs)
-    return softmax(logs - np.log(own))
+    return softmax(logs - np.log(variances))
 
 
 LINKS = {"probit": probit, "probit-centred": probit_centred, "mean-field": mean_field, "bridge": bridge}
@@ -354,19 +358,19 @@ class Mixture:
         if isinstance(self.weights, str):
             if self.weights == "uniform":
                 return np.full(len(self.components), 1 / len(self.components))
-            return softmax(np.array([one.log_evidence() for one in self.components]))
+            return softmax(np.array([component.log_evidence() for component in self.components]))
         return np.asarray(self.weights, dtype=np.float64)
 
     def shaken(self, rng: Noise, rounding: Rounding) -> Mixture:
-        return Mixture([one.shaken(rng, rounding) for one in self.components], self.weights, self.link)
+        return Mixture([component.shaken(rng, rounding) for component in self.components], self.weights, self.link)
 
     def at(self, precision: float) -> Mixture:
-        return Mixture([one.at(precision) for one in self.components], self.weights, self.link)
+        return Mixture([component.at(precision) for component in self.components], self.weights, self.link)
 
     def members(self, features: Sequence[Array], logits: Sequence[Array]) -> Array:
         """Probabilities (K, n, C)."""
-        moments = [one.moments(*pair) for one, *pair in zip(self.components, features, logits, strict=True)]
-        return np.stack([LINKS[self.link](one) for one in moments])
+        moments = [component.moments(*pair) for component, *pair in zip(self.components, features, logits, strict=True)]
+        return np.stack([LINKS[self.link](moment) for moment in moments])
 
     def probabilities(self, features: Sequence[Array], logits: Sequence[Array]) -> Array:
         return np.einsum("k,knc->nc", self.mixing, self.members(features, logits))
@@ -377,27 +381,27 @@ class Mixture:
     def outlier_score(self, features: Sequence[Array], logits: Sequence[Array]) -> Array:
         """Far-field limit as a score: minus the largest centred logit over the feature's length, mixed."""
         total = np.zeros_like(logits[0])
-        for weight, one, phi, mean in zip(self.mixing, self.components, features, logits, strict=True):
-            if one.rng is not None:
-                eps = one.rounding.logits + one.rounding.arithmetic
-                mean = one._moved_logits(phi, mean, one.rng, eps)
-            length = one.length(phi)[:, None]
+        for weight, component, phi, mean in zip(self.mixing, self.components, features, logits, strict=True):
+            if component.rng is not None:
+                eps = component.rounding.logits + component.rounding.arithmetic
+                mean = component._moved_logits(phi, mean, component.rng, eps)
+            length = component.length(phi)[:, None]
             centred = mean - mean.mean(1, keepdims=True)
             total += weight * np.divide(centred, length, out=np.zeros_like(centred), where=length > 0)
         return -total.max(1)
 
     def log_evidence(self) -> Array:
-        return np.array([one.log_evidence() for one in self.components])
+        return np.array([component.log_evidence() for component in self.components])
 
     def scores(self, features: Sequence[Array], logits: Sequence[Array], labels: Array) -> dict[str, float]:
         """What tuning reads off a candidate."""
         probs = self.probabilities(features, logits)
         confidence = probs.max(1)
-        own = probs[np.arange(len(labels)), labels]
+        probs_of_labels = probs[np.arange(len(labels)), labels]
         hot = np.eye(probs.shape[1])[labels]
         return {
             "confidence": confidence.mean(),
-            "nll": -np.log(np.maximum(own, TINY)).mean(),
+            "nll": -np.log(np.maximum(probs_of_labels, TINY)).mean(),
             "brier": ((probs - hot) ** 2).sum(1).mean(),
             "ece": calibration_error(confidence, probs.argmax(1) == labels),
         }

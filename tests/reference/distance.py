@@ -45,7 +45,7 @@ def distances(features: Array, labels: Array, queries: Array) -> Array:
     actual = []
     for row in queries:
         away = [direction(row) - mean for mean in means.values()]
-        actual.append(min(np.sqrt(one @ inverse @ one) for one in away))
+        actual.append(min(np.sqrt(offset @ inverse @ offset) for offset in away))
     return np.array(actual)
 
 
