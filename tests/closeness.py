@@ -37,22 +37,23 @@ def assert_close(
         for key in expected:
             assert_close(actual[key], expected[key], kind, scale=scale, name=f"{name}[{key!r}]")
         return
-    found, wanted = _as_float64(actual), _as_float64(expected)
-    assert found.shape == wanted.shape, f"{name}: expected shape {wanted.shape}, got {found.shape}"
-    finite = np.isfinite(wanted)
+    values = _as_float64(actual)
+    targets = _as_float64(expected)
+    assert values.shape == targets.shape, f"{name}: expected shape {targets.shape}, got {values.shape}"
+    finite = np.isfinite(targets)
     if scale is None:
-        scale = float(np.abs(wanted[finite]).max(initial=0.0))
+        scale = float(np.abs(targets[finite]).max(initial=0.0))
     tolerance = TOLERANCES[kind] * scale
     with np.errstate(invalid="ignore"):
-        errors = np.abs(found - wanted)
-    equal = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        errors = np.abs(values - targets)
+    equal = (values == targets) | (np.isnan(values) & np.isnan(targets))
     wrong = ~equal & ~(finite & (errors <= tolerance))
     if wrong.any():
         errors = np.where(np.isfinite(errors), errors, np.inf)
-        place = np.unravel_index(np.argmax(np.where(wrong, errors, -1.0)), wrong.shape)
-        where = f"{name}[{', '.join(map(str, place))}]" if place else name
+        position = np.unravel_index(np.argmax(np.where(wrong, errors, -1.0)), wrong.shape)
+        where = f"{name}[{', '.join(map(str, position))}]" if position else name
         message = (
-            f"{where}: expected {wanted[place]:.9g}, got {found[place]:.9g}: an error of {errors[place]:.2g}, more than "
+            f"{where}: expected {targets[position]:.9g}, got {values[position]:.9g}: an error of {errors[position]:.2g}, more than "
             f"{tolerance:.2g} ({kind}: {TOLERANCES[kind]:g} of {scale:.3g}); {int(wrong.sum())} of {wrong.size} are wrong"
         )
         raise AssertionError(message)

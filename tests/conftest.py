@@ -45,15 +45,15 @@ LONGEST = (
     "house/test_examples.py",
     "library/test_export.py",
     "library/test_distributed.py",
-    "app/test_hub_models.py",
-    "app/test_explore_browser.py",
+    "library/test_team.py",
+    "library/test_sklearn.py",
+    "cli/test_hub_models.py",
+    "cli/test_explore_browser.py",
     "lab/test_results.py",
-    "compare/test_report.py",
     "house/test_docs.py",
-    "lab/test_demo.py",
-    "app/test_cli_work.py",
+    "evaluation/test_demo.py",
+    "cli/test_export_command.py",
     "library/test_dense.py",
-    "app/test_export_command.py",
 )
 """Slowest test files, run first so that no worker is left with a long file at the end."""
 
@@ -95,7 +95,8 @@ def require_shared(name: str) -> Path:
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory) -> Path:
     """Folder of the real data in their standard files, unpacked once for all workers."""
-    script, common = require_shared("unpack.py"), tmp_path_factory.getbasetemp()
+    script = require_shared("unpack.py")
+    common = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         common = common.parent
     with FileLock(common / "unpacked.lock"):  # existing files are kept
@@ -150,7 +151,7 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
 
 @pytest.fixture
 def _blank_figures(monkeypatch) -> None:
-    """Leave the figures of reports empty. test_report.py, test_demo.py and test_cli_work.py draw them."""
+    """Leave the figures of reports empty. Tests of reports and of the demo draw them."""
     from molaplace.report import style, writing
 
     monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "", "", "<svg ></svg>\n", b""))

@@ -34,10 +34,10 @@ def start_python(
     env: Mapping[str, str] | None = None,
 ) -> BaseProcess:
     """Start `python` with arguments `-m module ...` or `-c code ...`; folder and environment are those of this process."""
-    given = [str(one) for one in arguments]
+    words = [str(argument) for argument in arguments]
     process = CONTEXT.Process(
         target=_be_python,
-        args=(given, str(stdout), str(stderr), str(cwd or Path.cwd()), dict(os.environ if env is None else env)),
+        args=(words, str(stdout), str(stderr), str(cwd or Path.cwd()), dict(os.environ if env is None else env)),
     )
     process.start()
     return process
@@ -48,7 +48,8 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python` with arguments to its end, as `subprocess.run(..., capture_output=True, text=True)` does."""
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        out = Path(folder) / "stdout"
+        err = Path(folder) / "stderr"
         process = start_python(arguments, stdout=out, stderr=err, cwd=cwd, env=env)
         code = wait_for(process, timeout)
         said = [path.read_text(encoding="utf-8") for path in (out, err)]
@@ -92,9 +93,9 @@ def run_team(
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _be_python(arguments: list[str], stdout: str, stderr: str, folder: str, environment: dict[str, str]) -> None:
@@ -109,8 +110,8 @@ def _be_python(arguments: list[str], stdout: str, stderr: str, folder: str, envi
     os.environ.clear()
     os.environ.update(environment)
     kind, what, *rest = arguments
-    added = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
-    sys.path[:0] = [folder, *added]
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [folder, *paths]
     sys.argv = [kind, *rest]
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)

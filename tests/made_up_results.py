@@ -70,7 +70,7 @@ def record(suite: str, method: str, group: str, run: int, quality: float, levels
         chosen={"prior_precision": [0.5 * (1 + run)], "notes": ["the grid was long"] if method == "MoLA" else []},
         seconds={"fit": 1.0, "predict": 0.5},
         labelled={name: labelled(level, levels.index(level), quality, run) for name, level in sets.items()},
-        outliers={name: outliers(place, quality, run) for place, name in enumerate(OUTLIERS)},
+        outliers={name: outliers(index, quality, run) for index, name in enumerate(OUTLIERS)},
         examples={
             name: Examples([0.99 - 0.1 * quality / 7] * 8, [index % 10 for index in range(8)])
             for name in ("test", f"shift {levels[-1]:g}", "kmnist")
@@ -81,8 +81,8 @@ def record(suite: str, method: str, group: str, run: int, quality: float, levels
 
 def picture(label: bool) -> dict:
     pixels = (np.arange(8 * 28 * 28) % 256).astype(np.uint8)
-    given = {"shape": [8, 1, 28, 28], "pixels": base64.b64encode(pixels.tobytes()).decode()}
-    return given | ({"label": [0, 1, 2, 3, 4, 5, 6, 0]} if label else {})
+    pictures = {"shape": [8, 1, 28, 28], "pixels": base64.b64encode(pixels.tobytes()).decode()}
+    return pictures | ({"label": [0, 1, 2, 3, 4, 5, 6, 0]} if label else {})
 
 
 def make_store(
@@ -112,20 +112,20 @@ def make_store(
             "notes": ["frost is synthetic & <so> labelled"],
         },
     )
-    made = [
+    methods = [
         (method, "main", quality, {"components": 1 if method.startswith(("MAP", "LLLA")) else 5, "link": "probit"})
         for method, quality in QUALITY.items()
     ]
     if ablations:
         for structure, (index, link) in product(("diag", "kron", "full"), enumerate(("mc", "probit"))):
             settings = {"structure": structure, "link": link, "components": 1}
-            made.append((f"LLLA {structure} {link}", "variants", index, settings))
+            methods.append((f"LLLA {structure} {link}", "variants", index, settings))
         for components, (family, quality) in product(range(1, 5), (("DE", 2), ("MoLA", 6))):
             better = quality + 3 * (1 - math.exp(1 - components))
-            made.append((f"{family} K={components}", "components", better, {"components": components}))
+            methods.append((f"{family} K={components}", "components", better, {"components": components}))
         for rule in ("threshold", "evidence"):
-            made.append((f"MoLA {rule}", "rules", len(rule) / 3, {"rule": rule, "components": 5}))
-    for run, (method, group, quality, settings) in product(range(runs), made):
+            methods.append((f"MoLA {rule}", "rules", len(rule) / 3, {"rule": rule, "components": 5}))
+    for run, (method, group, quality, settings) in product(range(runs), methods):
         store.write(record(suite, method, group, run, quality, levels, **settings))
     if cost:
         rows = [

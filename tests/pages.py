@@ -14,7 +14,11 @@ class Page(HTMLParser):
 
     def __init__(self, content: str) -> None:
         super().__init__()
-        self.open, self.ids, self.tags, self.references, self.text = [], [], [], [], ""
+        self.open = []
+        self.ids = []
+        self.tags = []
+        self.references = []
+        self.text = ""
         self.feed(content)
         self.close()
         assert self.open == []

@@ -85,12 +85,15 @@ def positions(found, team):
     generator = torch.Generator().manual_seed(6)
     torch.manual_seed(6)
     network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
-    images, maps = torch.randn(9, 2, 5, 6, generator=generator), torch.randint(3, (9, 5, 6), generator=generator)
-    maps[1], maps[7, :3] = -100, -100
+    images = torch.randn(9, 2, 5, 6, generator=generator)
+    maps = torch.randint(3, (9, 5, 6), generator=generator)
+    maps[1] = -100
+    maps[7, :3] = -100
     own = slice(None)
     if team is not None:
         own = slice([0, 2, 5][team.rank], [2, 5, 9][team.rank] if team.rank < team.size - 1 else 9)
-    train, val = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]], [(images[own], maps[own])]
+    train = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]]
+    val = [(images[own], maps[own])]
     for used in ("all", "average"):
         posterior = mola.fit(network, train, val, positions=used, rule=RULE, team=team, progress=False)
         found.note(f"positions {used}", posterior, "log_evidence", **{"lambda": posterior.prior_precision})
@@ -99,58 +102,61 @@ def positions(found, team):
 
 def laws(team):
     """Everything that must not depend on the number of processes; None for one process alone."""
-    found, shared = Found(), {"progress": False, "team": team}
-    positions(found, team)
-    held, strange = divisions(data(4), team), divisions(data(5), team)
+    results = Found()
+    shared = {"progress": False, "team": team}
+    positions(results, team)
+    held = divisions(data(4), team)
+    strange = divisions(data(5), team)
     for division, shard in divisions(data(3), team).items():
         val = held[division]
         for structure in STRUCTURES:
             key = f"{division}/{structure}"
             posterior = mola.fit(networks(2), batches(shard), structure=structure, **shared)
             for index, component in enumerate(posterior.components):
-                found.note(f"{key}/{index}", **component.layer.sums.tensors, count=component.layer.sums.count)
+                results.note(f"{key}/{index}", **component.layer.sums.tensors, count=component.layer.sums.count)
             tuned = posterior.tune(batches(val), rule=RULE, **shared)
             curve = tuned.tuning.curve
-            found.note(key, posterior, "log_evidence", nll=curve["nll"], ece=curve["ece"])
-            found.note(
+            results.note(key, posterior, "log_evidence", nll=curve["nll"], ece=curve["ece"])
+            results.note(
                 key, **{"lambda": tuned.prior_precision}, **{link: tuned.with_link(link)(inputs()) for link in LINKS}
             )
             fields = ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance")
-            found.note(f"{key}/predict", tuned.predict(batches(val), team=team), *fields)
+            results.note(f"{key}/predict", tuned.predict(batches(val), team=team), *fields)
         exposure = mola.rules.Outliers(list(batches(strange[division])), grid=RULE.grid)
         chosen = posterior.tune(batches(val), rule=exposure, **shared)
-        found.note(division, outliers=chosen.tuning.curve["objective"])
+        results.note(division, outliers=chosen.tuning.curve["objective"])
         careful = posterior.tune(batches(val), rule=CAREFUL, **shared)
         scales = [list(scale) for scale in careful.reference.scales]
-        found.note(f"{division}/distance", careful, "distance_exponent", scales=scales)
+        results.note(f"{division}/distance", careful, "distance_exponent", scales=scales)
         careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
         fields = ("probs", "mutual_information", "ood_score", "far_field", "distance")
-        found.note(f"{division}/distance", careful.predict(batches(val), team=team), *fields)
-        found.note(division, threshold=posterior.tune(batches(val), rule="threshold", **shared).prior_precision)
+        results.note(f"{division}/distance", careful.predict(batches(val), team=team), *fields)
+        results.note(division, threshold=posterior.tune(batches(val), rule="threshold", **shared).prior_precision)
         default = posterior.tune(batches(val), **shared)
-        found.note(f"{division}/calibrated", nll=default.tuning.curve["nll"], probs=default(inputs()))
+        results.note(f"{division}/calibrated", nll=default.tuning.curve["nll"], probs=default(inputs()))
         evidence = posterior.tune(rule=mola.rules.Evidence(), **shared).prior_precision
-        stacked, plain = posterior.reweight(batches(val), **shared).weights, mola.ensemble(networks(2))
+        stacked = posterior.reweight(batches(val), **shared).weights
+        plain = mola.ensemble(networks(2))
         ensemble = plain.reweight(batches(val), **shared).weights
-        found.note(division, **{"by evidence": evidence}, stacking=stacked, ensemble=ensemble)
-        found.note(f"{division}/plain", plain.predict(batches(val), team=team), "probs")
+        results.note(division, **{"by evidence": evidence}, stacking=stacked, ensemble=ensemble)
+        results.note(f"{division}/plain", plain.predict(batches(val), team=team), "probs")
 
         several = mola.fit(networks(2), labelled(shard), likelihood="bernoulli", **shared)
         key = f"{division}/bernoulli"
-        found.note(key, several, "log_evidence", **several.components[0].layer.sums.tensors)
+        results.note(key, several, "log_evidence", **several.components[0].layer.sums.tensors)
         several = several.tune(labelled(val), rule=CAREFUL, **shared)
         stacked = several.reweight(labelled(val), **shared).weights
-        found.note(key, several, "distance_exponent", **{"lambda": several.prior_precision}, stacking=stacked)
+        results.note(key, several, "distance_exponent", **{"lambda": several.prior_precision}, stacking=stacked)
         fields = ("probs", "label", "mutual_information", "ood_score", "distance")
-        found.note(key, several.predict(labelled(val), team=team), *fields)
+        results.note(key, several.predict(labelled(val), team=team), *fields)
 
         key = f"{division}/gaussian"
         numbers = mola.fit(networks(2), targets(shard), structure="kron-exact", likelihood="gaussian", **shared)
-        found.note(key, numbers, "noise", "log_evidence")
+        results.note(key, numbers, "noise", "log_evidence")
         numbers = numbers.tune(targets(val), rule="distance", **shared)
-        found.note(f"{key}/tuned", numbers, "noise", "distance_exponent", **{"lambda": numbers.prior_precision})
-        found.note(key, numbers.predict(targets(val), team=team), "mean", "variance", "ood_score", "distance")
-    return dict(found)
+        results.note(f"{key}/tuned", numbers, "noise", "distance_exponent", **{"lambda": numbers.prior_precision})
+        results.note(key, numbers.predict(targets(val), team=team), "mean", "variance", "ood_score", "distance")
+    return dict(results)
 
 
 class Counted(nn.Sequential):
@@ -165,7 +171,8 @@ class Counted(nn.Sequential):
 
 def resumed(team, folder):
     """A fit that ends early on every rank, each after another number of batches, and goes on."""
-    shard, network = list(batches(team.shard(data(3, 3600)), 300)), Counted(*make_problem(seed=0).network)
+    shard = list(batches(team.shard(data(3, 3600)), 300))
+    network = Counted(*make_problem(seed=0).network)
 
     def interrupted():
         yield from shard[: 2 + team.rank]
@@ -179,28 +186,30 @@ def resumed(team, folder):
     try:
         mola.fit(network, interrupted(), **options)
     except OSError:
-        kept = (Path(folder) / f"rank-{team.rank}-of-{team.size}").is_dir()
+        is_kept = (Path(folder) / f"rank-{team.rank}-of-{team.size}").is_dir()
     Counted.passes = 0
     again = mola.fit(network, shard, **options)
-    same = all(torch.equal(one, sums(again)[name]) for name, one in sums(whole).items())
-    return {"kept": kept, "passes": Counted.passes, "batches": len(shard), "same": same}
+    same = all(torch.equal(tensor, sums(again)[name]) for name, tensor in sums(whole).items())
+    return {"kept": is_kept, "passes": Counted.passes, "batches": len(shard), "same": same}
 
 
 def commands(folder):
     """The commands of a list one after the other, by processes that have met once: the codes, and what each says."""
     os.chdir(folder)
     torch.distributed.init_process_group("gloo")
-    told = []
+    reports = []
     for options in json.loads(Path("commands.json").read_text()):
-        said, complained, codes = io.StringIO(), io.StringIO(), []
+        stdout = io.StringIO()
+        stderr = io.StringIO()
+        codes = []
         sys.argv = ["molaplace", *options]
-        with redirect_stdout(said), redirect_stderr(complained):
+        with redirect_stdout(stdout), redirect_stderr(stderr):
             try:
                 mola_command()
             except SystemExit as end:
                 codes = [int(end.code or 0)]
-        told.append({"codes": codes, "stdout": said.getvalue(), "stderr": complained.getvalue()})
-    Path(f"told-{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+        reports.append({"codes": codes, "stdout": stdout.getvalue(), "stderr": stderr.getvalue()})
+    Path(f"told-{torch.distributed.get_rank()}.json").write_text(json.dumps(reports))
     torch.distributed.destroy_process_group()
 
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-torch.set_num_threads(1)  # the tests' matrices are tiny: on a busy machine threads would only wait for each other
-
 HOOKS = [
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

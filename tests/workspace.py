@@ -91,7 +91,7 @@ number = 7
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where everything lies."""
+    """Paths of the folder, and its networks and pictures as tensors."""
 
     root: Path
     module: str
@@ -112,18 +112,18 @@ class Workspace:
             return pixels.float() / 255, labels
         prepare = Preparation((self.side, self.side))
         normalise = NORMALISATIONS["cifar10"]
-        larger = [prepare(Image.fromarray(one.permute(1, 2, 0).numpy())) for one in pixels]
+        larger = [prepare(Image.fromarray(pixel.permute(1, 2, 0).numpy())) for pixel in pixels]
         return normalise(torch.stack(larger)), labels
 
     def networks(self, count: int = 3) -> list[nn.Module]:
         from safetensors.torch import load_file
 
-        made = []
+        networks = []
         for path in self.weights(count):
             network = build(side=self.side)
             network.load_state_dict(load_file(path))
-            made.append(network.eval())
-        return made
+            networks.append(network.eval())
+        return networks
 
 
 def build(width: int = 12, side: int = SIDE) -> nn.Sequential:
@@ -169,14 +169,14 @@ def make_workspace(root: Path, module: str, side: int = SIDE) -> Workspace:
 
 def job_for(workspace: Workspace, **changes) -> Job:
     """What a user at this workspace would ask for."""
-    given = {
+    options = {
         "network": (f"{workspace.module}:build",),
         "weights": tuple(workspace.weights()),
         "train": "train",
         "val": "val",
         "batch_size": 7,
     }
-    return Job(**(given | changes))
+    return Job(**(options | changes))
 
 
 def to_predict(inputs: str, output: Path, **more) -> PredictOptions:

@@ -35,9 +35,9 @@ def campaign(fuzz, monkeypatch, capsys):
 
 def test_random_calls_say_what_the_closed_form_says(fuzz, campaign, monkeypatch):
     monkeypatch.setattr(fuzz, "QUICK", 80)
-    code, said = campaign("--quick")
-    assert code == 0, said
-    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", said.splitlines()[-1].split(": ")[1])}
+    code, printed = campaign("--quick")
+    assert code == 0, printed
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", printed.splitlines()[-1].split(": ")[1])}
     assert counts["right"] > 60, "most calls must be decided"
 
 
@@ -56,6 +56,6 @@ def test_a_mistake_is_noticed(fuzz, campaign, monkeypatch):
         "molaplace.links.probit_scaled", lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt()
     )
     monkeypatch.setattr(fuzz, "QUICK", 40)
-    code, said = campaign("--quick")
+    code, printed = campaign("--quick")
     assert code == 1
-    assert re.search(r"FAILED: wrong: .*probs.*\n  python benchmarks/fuzz.py --case \d+", said), said
+    assert re.search(r"FAILED: wrong: .*probs.*\n  python benchmarks/fuzz.py --case \d+", printed), printed

@@ -42,7 +42,7 @@ def name_of(page):
 def run_command(line, monkeypatch):
     """Run a command line in this process; return its words."""
     words = shlex.split(line, comments=True)
-    words = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+    words = [path for word in words for path in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     laboratory = words[:3] == ["python", "-m", "molaplace_lab"]
     monkeypatch.setattr("sys.argv", words[2:] if laboratory else words)
     if laboratory:
@@ -101,10 +101,10 @@ def test_the_files_for_adding_things_exist():
     named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
     assert len(named) > 25
     for path, name in named:
-        found = [place for place in (ROOT / "src" / "molaplace" / path, ROOT / path) if place.exists()]
-        assert found, path
+        files = [index for index in (ROOT / "src" / "molaplace" / path, ROOT / path) if index.exists()]
+        assert files, path
         if name:
-            assert re.search(rf"^(?:class |def |){name}\b", found[0].read_text(encoding="utf-8"), re.M), (
+            assert re.search(rf"^(?:class |def |){name}\b", files[0].read_text(encoding="utf-8"), re.M), (
                 f"{path}::{name}"
             )
 
@@ -127,8 +127,8 @@ def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]
     """Easy images in MNIST's format: a bar at the height of its class."""
     labels = np.arange(count, dtype=np.uint8) % 10
     pixels = draw.integers(0, 60, (count, 28, 28))
-    for place, label in enumerate(labels):
-        pixels[place, 2 * label + 3 : 2 * label + 6] += 150
+    for index, label in enumerate(labels):
+        pixels[index, 2 * label + 3 : 2 * label + 6] += 150
     return pixels.astype(np.uint8), labels
 
 
@@ -140,7 +140,8 @@ def prepare(folder: Path) -> None:
     noise = draw.integers(0, 256, (40, 28, 28)).astype(np.uint8)
     write_idx(folder / "DIR" / "FashionMNIST" / "raw", "t10k", noise, np.zeros(40, dtype=np.uint8))
     pixels, labels = bars(200, draw)
-    inputs, targets = torch.from_numpy(pixels)[:, None].float() / 255, torch.from_numpy(labels).long()
+    inputs = torch.from_numpy(pixels)[:, None].float() / 255
+    targets = torch.from_numpy(labels).long()
     for seed in range(2):
         torch.manual_seed(seed)
         network = lenet()

@@ -44,7 +44,7 @@ def run(tmp_path, monkeypatch, capsys):
 def numbers(printed, row, skip=0):
     """Numbers in the line that begins with `row`, after skipping `skip` earlier matches."""
     lines = [line for line in printed.splitlines() if re.match(rf"\s*{re.escape(row)}\s", line)]
-    return [float(found) for found in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", lines[skip][len(row) :])]
+    return [float(number) for number in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", lines[skip][len(row) :])]
 
 
 def drawn(folder, name):
@@ -55,7 +55,8 @@ def test_segmentation(run, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # networks trained this briefly may be underconfident
         printed = run("segmentation.py", "--steps", "40")
-    plain, careful = numbers(printed, "MAP"), numbers(printed, "MoLA, distance")
+    plain = numbers(printed, "MAP")
+    careful = numbers(printed, "MoLA, distance")
     assert careful[-1] < 2  # the median distance of the test pictures; that of the shifted ones is farther
     assert numbers(printed, "MoLA, distance", 1)[-1] > careful[-1]
     assert plain[0] > 0.7
@@ -72,12 +73,12 @@ def test_imagenet_networks(run):
 def test_two_moons(run, tmp_path):
     printed = run("two_moons.py")
     # accuracy, and mean confidence on test data and at radius 5, 10 and 100
-    one, ensemble, llla, mixture = (numbers(printed, name) for name in ("MAP", "deep ensemble", "LLLA", "MoLA"))
-    for row in (one, ensemble, llla, mixture):
+    plain, ensemble, llla, mixture = (numbers(printed, name) for name in ("MAP", "deep ensemble", "LLLA", "MoLA"))
+    for row in (plain, ensemble, llla, mixture):
         assert row[0] > 90
     for far in (2, 3, 4):
-        assert mixture[far] < ensemble[far] < one[far]
-        assert llla[far] < one[far]
+        assert mixture[far] < ensemble[far] < plain[far]
+        assert llla[far] < plain[far]
         assert mixture[far] < mixture[1]
     assert drawn(tmp_path, "two_moons.png")
 
@@ -85,13 +86,16 @@ def test_two_moons(run, tmp_path):
 def test_digits(run, tmp_path):
     printed = run("digits.py")
     # A count, then pairs of a value and its standard error.
-    ours, plain = numbers(printed, "MoLA"), numbers(printed, "MAP")
+    ours = numbers(printed, "MoLA")
+    plain = numbers(printed, "MAP")
     assert ours[1] > 0.94
     assert ours[3] < plain[3]
     assert ours[-2] < plain[-2]
-    turned, plain = numbers(printed, "MoLA", skip=1), numbers(printed, "MAP", skip=1)
+    turned = numbers(printed, "MoLA", skip=1)
+    plain = numbers(printed, "MAP", skip=1)
     assert all(ours < theirs for ours, theirs in zip(turned, plain, strict=True))
-    by_score, by_confidence = numbers(printed, "MoLA, ood_score"), numbers(printed, "MAP, 1 - confidence")
+    by_score = numbers(printed, "MoLA, ood_score")
+    by_confidence = numbers(printed, "MAP, 1 - confidence")
     assert by_score[0] == by_confidence[0] == 50  # upright digits against themselves
     assert all(ours > theirs for ours, theirs in zip(by_score[1:], by_confidence[1:], strict=True))
     assert "same predictions after loading: True" in printed
@@ -101,9 +105,9 @@ def test_digits(run, tmp_path):
 
 def test_ood_alarm(run, tmp_path):
     printed = run("ood_alarm.py")
-    averages = [float(found) for found in re.findall(r"([\d.]+)% for", printed)]
-    for asked, average in zip((1, 5, 10), averages, strict=True):
-        assert asked - 100 / 401 - 0.05 < average < asked + 0.05  # mean over 1000 splits
+    averages = [float(number) for number in re.findall(r"([\d.]+)% for", printed)]
+    for rate, average in zip((1, 5, 10), averages, strict=True):
+        assert rate - 100 / 401 - 0.05 < average < rate + 0.05  # mean over 1000 splits
     _, usual, _, _ = numbers(printed, "test digits")
     for name, least in (("photographs", 50), ("noise", 50), ("inverted digits", 80), ("two digits at once", 15)):
         assert numbers(printed, name)[1] > max(least, usual), name
@@ -133,13 +137,13 @@ def test_mimo_mola(run):
     printed = run("mimo_mola.py")
     plain, full, kron = (numbers(printed, name) for name in ("MIMO", "MIMO-MoLA", "MIMO-MoLA, kron"))
     assert float(re.search(r"sum to 1 to within (\S+)\.$", printed, re.M).group(1)) < 1e-5
-    for ours in (full, kron):
-        assert ours[0] > 94
-        assert ours[0] > plain[0] - 1.5
-        assert ours[2] < plain[2] + 0.05  # confidence on digits
-        assert ours[3] < plain[3]  # confidence on photographs
-        assert ours[4] < plain[4]  # confidence on noise
-        assert all(one > other - 2 for one, other in zip(ours[5:], plain[5:], strict=True))  # AUROC
+    for mixture in (full, kron):
+        assert mixture[0] > 94
+        assert mixture[0] > plain[0] - 1.5
+        assert mixture[2] < plain[2] + 0.05  # confidence on digits
+        assert mixture[3] < plain[3]  # confidence on photographs
+        assert mixture[4] < plain[4]  # confidence on noise
+        assert all(our > other - 2 for our, other in zip(mixture[5:], plain[5:], strict=True))  # AUROC
 
 
 def test_hugging_face_text(run):
