@@ -28,6 +28,7 @@ from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables
+from molaplace_lab.report.words import suite_findings
 from molaplace_lab.report.writing import write_report
 from molaplace_lab.store import Store
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
@@ -245,6 +246,17 @@ def test_the_page_is_well_formed_loads_nothing_and_has_every_figure(written, sui
         assert f'id="mnist-{name}"' in text
     shown = (written / "figures" / "mnist-shift.svg").read_text()
     assert all(f">{method}<" in shown for method in QUALITY)
+
+
+def test_findings_are_clear_differences(suite):
+    """Every run of MoLA is better than that of DE by the same; nothing else is compared."""
+    (finding,) = suite_findings(suite)
+    assert finding.title == "MoLA and DE"
+    mine, theirs = (0.1 - 0.01 * QUALITY[method] + np.mean(SPREAD) for method in ("MoLA", "DE"))
+    assert f"log loss on test data {mine:.4f} against {theirs:.4f}" in finding.text
+    assert "worse" not in finding.text
+    alike = dict.fromkeys(("DE", "MoLA"), suite.runs["DE"])
+    assert "MoLA equals DE" in suite_findings(replace(suite, groups={"main": alike}))[0].text
 
 
 @pytest.mark.usefixtures("_blank_figures")

@@ -10,6 +10,7 @@ from jinja2 import PackageLoader
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table
+from molaplace_lab.report import words
 from molaplace_lab.report.reading import METHODS, SuiteResults
 from molaplace_lab.report.runs import LEADS
 from molaplace_lab.report.tables import ablation_groups
@@ -34,21 +35,7 @@ def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
     environment.globals |= {"METHODS": METHODS, "LEADS": LEADS}
     environment.filters |= {
         "ablation_groups": ablation_groups,
-        "remarks": suite_remarks,
+        "findings": words.suite_findings,
+        "remarks": words.suite_remarks,
     }
     return render_page("suites", environment, reports=reports, made_by=made_by)
-
-
-def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the remarks shown below the results of a suite: data, tuning and computing time."""
-    records = [record for methods in suite.groups.values() for runs in methods.values() for record in runs]
-    sets = "; ".join(f"{info.title} {info.count}" for info in suite.sets.values() if info.role != "shift")
-    notes = dict.fromkeys(str(note) for record in records for note in record.chosen.get("notes", []))
-    seconds = sum(sum(record.seconds.values()) for record in records)
-    return [
-        f"Data: {sets}.",
-        *suite.notes,
-        *notes,
-        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' "
-        f"forward passes.",
-    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import molaplace as mola
 from molaplace.report.tables import as_latex, as_markdown
 from molaplace.report.writing import Progress, draw_figures, no_progress, write_texts, writing_to
+from molaplace_lab.report import words
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import SuiteResults
@@ -45,6 +46,7 @@ def _markdown(report: SuiteReport) -> list[str]:
     suite = report.suite
     lines = [f"## {suite.title}", ""]
     lines += [f"> **Compare with care:** {warning}\n" for warning in suite.warnings]
+    lines += [f"* **{finding.title}.** {finding.text}" for finding in words.suite_findings(suite)]
     lines += ["", *[as_markdown(table) for table in report.tables.values()]]
     for figure in report.figures.values():
         lines += [f"![{figure.title}](figures/{figure.name}.svg)", ""]
