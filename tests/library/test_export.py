@@ -222,9 +222,11 @@ def test_a_plain_ensemble_is_exported_too(tmp_path):
     """Where members agree on an input, the epistemic part is 0 and not NaN."""
     posterior = mola.ensemble([small_net(0), small_net(1), small_net(1)], weights=[0.5, 0.25, 0.25])
     outputs = ["probs", "epistemic", "ood_score"]
-    written = mola.export.onnx(posterior.with_temperature(0.8), tmp_path / "file.onnx", data(2)[0], outputs=outputs)
+    written = mola.export.torch_export(
+        posterior.with_temperature(0.8), tmp_path / "file.pt2", data(2)[0], outputs=outputs
+    )
     assert (written.document["structure"], written.document["ood_score"]) == (None, "max-probability")
-    compare_file(tmp_path / "file.onnx", posterior.with_temperature(0.8))
+    compare_file(tmp_path / "file.pt2", posterior.with_temperature(0.8))
 
 
 def test_half_precision_networks(tmp_path):
