@@ -71,7 +71,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     check_predictions(tmp_path, *predicted)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
     assert "molaplace info runs in one process, but torchrun started 2" in wrong
-    assert "evaluate and predict can run in several processes" in wrong
+    assert "fit, predict, evaluate can run in several processes" in wrong
 
 
 def run_commands(commands, folder, **environment):

@@ -11,7 +11,6 @@ import click
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 import molaplace as mola
@@ -115,22 +114,10 @@ def export(options: ExportOptions) -> None:
 
 
 def _show(console: Console, written: Written) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "name", "type", "shape", "difference"):
-        table.add_column(title, no_wrap=True)
-    for kind, tensors in (("input", written.inputs), ("output", written.outputs)):
-        for tensor in tensors:
-            difference = (written.differences or {}).get(tensor.name) if kind == "output" else None
-            shape = ", ".join(map(str, tensor.shape))
-            table.add_row(
-                kind, escape(tensor.name), tensor.dtype, f"({shape})", "" if difference is None else f"{difference:.1e}"
-            )
-    console.print(
-        f"Wrote [bold]{escape(str(written.path))}[/bold] ({written.bytes / 1e6:.2f} MB, "
-        f"{len(written.document['classes'])} {'classes' if written.document['likelihood'] == 'categorical' else 'outputs'}).",
-        soft_wrap=True,
-    )
-    console.print(table)
+    console.print(f"Wrote [bold]{escape(str(written.path))}[/bold] ({written.bytes / 1e6:.2f} MB).", soft_wrap=True)
+    for kind, tensors in (("inputs", written.inputs), ("outputs", written.outputs)):
+        described = [f"{tensor.name} ({', '.join(map(str, tensor.shape))}) {tensor.dtype}" for tensor in tensors]
+        console.print(escape(f"{kind}: {', '.join(described)}"))
     if written.differences is None:
         console.print("Not compared with PyTorch.")
     else:

@@ -156,25 +156,13 @@ def run_fit(
     progress("checking", 0.85)
     measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
     data.skipped = skipped = skipped.together(together)
-    # List individual files, because files added to a folder later do not belong to this posterior.
-    weights = built.files
-    if bundle and together.first:
-        weights = _bundled(weights, output / BUNDLED)
-    job = replace(job, weights=tuple(map(str, weights)))
-    options = as_document(job, "fit", output)
-    document = options | {"result": _result(posterior, data, measured)}
+    result = _result(posterior, data, measured)
     if together.first:
-        # Write the posterior and its job atomically. Then write the options to their own file, for human readers and for
-        # `molaplace fit --config`.
-        packed, tensors = pack(posterior)
-        write_folder(output, {**packed, "job": document}, tensors | saved_columns(columns))
-        write_atomically(output / NAME, to_toml(options).encode())
-        if bundle:
-            _remove_others(output / BUNDLED, weights)
+        _write(posterior, job, output, built.files, result, saved_columns(columns), bundle=bundle)
     progress("done", 1.0)
     return {
         "folder": str(output),
-        "result": document["result"],
+        "result": result,
         "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
         "replaced": replaced,
         "left_out": skipped.left_out,
@@ -262,6 +250,27 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     return measured, columns
 
 
+def _write(
+    posterior: MoLA,
+    job: Job,
+    output: Path,
+    files: Sequence[Path],
+    result: dict[str, Any],
+    columns: dict[str, Tensor],
+    *,
+    bundle: bool,
+) -> None:
+    # Write the posterior and its job atomically. Then write the options to their own file, for human readers and for
+    # `molaplace fit --config`. The job lists individual files, because files added to a folder later do not belong to this posterior.
+    weights = _bundled(files, output / BUNDLED) if bundle else files
+    options = as_document(replace(job, weights=tuple(map(str, weights))), "fit", output)
+    document, tensors = pack(posterior)
+    write_folder(output, {**document, "job": options | {"result": result}}, tensors | columns)
+    write_atomically(output / NAME, to_toml(options).encode())
+    if bundle:
+        _remove_others(output / BUNDLED, weights)
+
+
 def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     copies = []
@@ -274,9 +283,9 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     return copies
 
 
-def _remove_others(folder: Path, kept: Sequence[Path]) -> None:
+def _remove_others(folder: Path, weights: Sequence[Path]) -> None:
     # Remove the bundled weights of the posterior that has been replaced.
-    names = {path.name for path in kept}
+    names = {path.name for path in weights}
     for path in folder.iterdir():
         if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path.name not in names:
             path.unlink(missing_ok=True)
