@@ -172,6 +172,6 @@ def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
     ran = [run_command(line, monkeypatch)[1] for line in commands()]
     assert {"fit", "evaluate", "predict", "info"} <= set(ran)
     assert "MoLA" in (tmp_path / "evaluation" / "index.html").read_text()
-    assert (tmp_path / "predictions.csv").read_text().count("\n") == 101
+    assert (tmp_path / "predictions.csv").read_text().count("\n") == 501  # the digits
     assert (tmp_path / "predictions.jsonl").read_text().count("prob_cat") == 12
     assert (tmp_path / "posterior-nll" / "job.toml").exists()
