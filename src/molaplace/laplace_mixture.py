@@ -26,7 +26,7 @@ from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Distances, Objective
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
 from molaplace.structures.distance import ClassDistance
@@ -134,8 +134,7 @@ class LaplaceMixture(Predictor):
     def distances(self) -> tuple[ClassDistance, ...]:
         """Each network's distances from the training classes; empty if the mixture cannot compute them."""
         distances = [component.layer.distance for component in self.components if component.layer is not None]
-        known = tuple(distance for distance in distances if distance is not None)
-        return known if len(known) == len(self.components) else ()
+        return () if None in distances or len(distances) < len(self.components) else tuple(distances)  # type: ignore[arg-type]
 
     @property
     def has_distances(self) -> bool:
@@ -438,28 +437,28 @@ class LaplaceMixture(Predictor):
 
     def objective(self, data: HeldOut | None) -> Objective:
         """Return what a rule may know of this mixture and of the validation data."""
+        fixed_weights = self.weighting != "evidence"
+        team = None if data is None else data.team
 
         def predictive(settings: Settings) -> Callable[[Rows], Predictive]:
-            weights = self._weights_at(settings) if self.weighting == "evidence" else self.weights
+            weights = self.weights if fixed_weights else self._weights_at(settings)
             return lambda rows: self.predictive(rows, settings, weights)
+
+        def log_distances() -> Tensor:
+            assert data is not None  # rules that need distances need data
+            return data.gather_from_chunks(self.log_distance)
 
         return Objective(
             likelihood=self.likelihood,
             settings=self.settings,
             held_out=data,
+            link=self.link,
             predictive=predictive,
-            together=self.link.variance_only and self.weighting != "evidence",
-            row_size=1 if data is None else self.link.row_size(data.outputs[0].shape[1]),
-            log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
-            estimated_noise=all(likelihood.estimated for likelihood in self.likelihoods),
+            fixed_weights=fixed_weights,
+            log_evidence=[component.log_evidence for component in self.components],
             with_noise=lambda factors: self._scaled_noise(factors).objective(data),
-            read=lambda loader, where: self.read(
-                loader, where, labelled=False, team=None if data is None else data.team
-            ),
-            distances=self.distances,
-            why_no_distances="" if self.has_distances else self.why_no_distances(),
-            reference=self.reference,
-            log_distance=self.log_distance,
+            read=lambda loader, where: self.read(loader, where, labelled=False, team=team),
+            distances=None if self.reference is None else Distances(self.distances, self.reference, log_distances),
         )
 
     def _scaled_noise(self, factors: float | Sequence[float]) -> Self:
@@ -488,9 +487,7 @@ class LaplaceMixture(Predictor):
 
             def evaluate(weights: Tensor) -> tuple[Tensor, float]:
                 posterior = self.with_weights(weights)
-                chunks = [posterior._member_log_likelihoods(rows) for rows in data.chunks()]
-                # `chunks` is empty if the shard of this process is empty.
-                logs = data.gather(torch.cat(chunks) if chunks else None)
+                logs = data.gather_from_chunks(posterior._member_log_likelihoods)
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()

@@ -28,7 +28,7 @@ grow, and the probabilities tend to 1/C.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -91,13 +91,11 @@ class Settings:
     def __post_init__(self) -> None:
         for setting in fields(self):
             values: Any = getattr(self, setting.name)
-            if isinstance(values, Tensor) and values.dim():
+            per_network = setting.name == "prior_precision"
+            if isinstance(values, Tensor) and values.dim() > per_network:
                 continue  # candidates of a search
-            if setting.default is MISSING:
-                checked: Any = tuple(_number(value, setting.metadata) for value in values)
-            else:
-                checked = _number(values, setting.metadata)
-            object.__setattr__(self, setting.name, checked)
+            numbers = tuple(_number(value, setting.metadata) for value in (values if per_network else (values,)))
+            object.__setattr__(self, setting.name, numbers if per_network else numbers[0])
 
     # --- candidates of a search ---------------------------------------------------------------------------------------
 
@@ -106,40 +104,23 @@ class Settings:
 
         Prior precisions of shape (L,) are shared by all networks; their shape may also be (L, K).
         """
-        columns = {
-            setting.name: torch.as_tensor(
-                values.get(setting.name, getattr(self, setting.name)), dtype=torch.float64, device="cpu"
-            )
-            for setting in fields(self)
-        }
-        precision = columns.pop("prior_precision")
-        if precision.dim() == 1:
-            precision = precision[:, None] if "prior_precision" in values else precision[None]
-        size = max(len(precision), *(column.numel() for column in columns.values()))
-        return Settings(
-            precision.expand(size, len(self.prior_precision)),
-            **{name: column.flatten().expand(size) for name, column in columns.items()},
-        )
+        columns = []
+        for setting in fields(self):
+            column: Any = values.get(setting.name, getattr(self, setting.name))
+            columns.append(torch.as_tensor(column, dtype=torch.float64, device="cpu"))
+        precisions, *others = columns
+        if precisions.dim() == 1:
+            precisions = precisions[:, None] if "prior_precision" in values else precisions[None]
+        size = max(len(precisions), *(column.numel() for column in others))
+        precisions = precisions.expand(size, len(self.precisions))
+        return Settings(precisions, *(column.flatten().expand(size) for column in others))
 
     def __len__(self) -> int:
         return len(self.temperature) if isinstance(self.temperature, Tensor) else 1
 
-    def __getitem__(self, index: int) -> Settings:
-        """Return one candidate."""
-        return self._map(lambda values: values[index].tolist())
-
-    def split(self, size: int) -> Iterator[Settings]:
-        """Yield the candidates in parts of at most `size`."""
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            yield self._map(lambda values, part=part: values[part])  # type: ignore[misc]
-
-    def repeated(self, times: int) -> Settings:
-        """Return the candidates, each repeated several times in a row."""
-        return self._map(lambda values: values.repeat_interleave(times, 0))
-
-    def _map(self, change: Callable[[Tensor], Any]) -> Settings:
-        return Settings(*(change(getattr(self, setting.name)) for setting in fields(self)))
+    def __getitem__(self, index: int | slice | Tensor) -> Settings:
+        """Return one candidate or, for a slice or a tensor of indices, several candidates."""
+        return Settings(*(getattr(self, setting.name)[index] for setting in fields(self)))
 
     # --- what the formulas need ---------------------------------------------------------------------------------------
 
@@ -157,7 +138,7 @@ class Settings:
     @property
     def uses_distance(self) -> bool:
         """True if the distance exponent of any candidate is above 0."""
-        return bool((self.exponent > 0).any()) if isinstance(self.exponent, Tensor) else self.exponent > 0
+        return bool(torch.as_tensor(self.exponent).gt(0).any())
 
     @property
     def neutral(self) -> bool:
@@ -188,12 +169,8 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a JSON-serialisable dictionary, keyed by the names of the arguments that set them."""
-        return {
-            setting.metadata["argument"]: list(value)
-            if isinstance(value := getattr(self, setting.name), tuple)
-            else value
-            for setting in fields(self)
-        }
+        values = {setting.metadata["argument"]: getattr(self, setting.name) for setting in fields(self)}
+        return values | {"prior_precision": list(self.prior_precision)}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Settings:
@@ -246,12 +223,15 @@ class Reference:
 
     def log_distance(self, log_distances: Tensor, weights: Tensor) -> Tensor:
         """Combine the networks' log distances (K, n) into the mixture's log distance (n,), relative to the median."""
-        typical = _logs([scale.distance for scale in self.scales], log_distances)
-        return weights.to(log_distances) @ (log_distances - typical)
+        return weights.to(log_distances) @ (log_distances - self._logs("distance", log_distances))
 
     def log_excess(self, log_norms: Tensor) -> Tensor:
         """Return the log excess norm `log nu` (K, n) of the features, which is 0 for typical features."""
-        return (log_norms - _logs([scale.norm for scale in self.scales], log_norms)).clamp_min(0)
+        return (log_norms - self._logs("norm", log_norms)).clamp_min(0)
+
+    def _logs(self, name: str, like: Tensor) -> Tensor:
+        # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
+        return like.new_tensor([math.log(getattr(scale, name) or 1.0) for scale in self.scales])[:, None]
 
     def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
         """Return the mean and standard deviation of each term of the outlier score for a mixture with weights (K,)."""
@@ -275,8 +255,3 @@ class Reference:
             None if score is None else tuple((float(mean), float(deviation)) for mean, deviation in score),
             None if energies is None else tuple(float(energy) for energy in energies),
         )
-
-
-def _logs(scales: Sequence[float], like: Tensor) -> Tensor:
-    # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
-    return like.new_tensor([math.log(scale) if scale > 0 else 0.0 for scale in scales])[:, None]

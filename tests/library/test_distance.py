@@ -276,7 +276,7 @@ class TestTheRule:
 
 class TestWrongUse:
     def test_without_distances(self, networks):
-        with pytest.raises(OptionError, match="distances=False"):
+        with pytest.raises(OptionError, match="distances=True"):
             tuned(networks, rule="distance", distances=False)
         with pytest.raises(OptionError, match="validation data"):
             mola.fit(networks, blob_loader(), rule="distance", progress=False)

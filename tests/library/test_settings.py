@@ -20,10 +20,9 @@ def test_candidates_are_broadcast_and_picked():
     assert len(candidates) == 3
     assert candidates[1] == replace(SETTINGS, prior_precision=(10.0, 10.0), temperature=0.5)
     assert SETTINGS.candidates()[0] == SETTINGS
-    parts = list(candidates.split(2))
-    assert [len(part) for part in parts] == [2, 1]
-    assert parts[1][0] == candidates[2]
-    assert candidates.repeated(2)[3] == candidates[1]
+    assert len(candidates[:2]) == 2
+    assert candidates[2:][0] == candidates[2]
+    assert candidates[torch.tensor([2, 2, 1])][2] == candidates[1]
 
 
 def test_json():

@@ -29,9 +29,10 @@ from torch import Tensor
 from molaplace.errors import OptionError, warned
 from molaplace.options import is_real
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Distances, Objective
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.scores import paired
+from molaplace.rules.search import as_curve
 from molaplace.settings import NO_COVARIANCE, Settings
 
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
@@ -102,7 +103,7 @@ class Calibrated(Rule):
         best = search.keep_gains(scaled)
         cautious = best
         budget = 0.0
-        if objective.distances:
+        if objective.distances is not None:
             budget = max(SHARE * (scaled.loss - best.loss), self.price * best.loss)
             cautious = search.most_cautious(best, best.loss + budget)
         chosen = cautious if cautious.has_covariance else search.free_covariance(cautious)
@@ -150,7 +151,8 @@ class Search:
 
     def ensembles(self) -> tuple[Trial, Trial]:
         """Return the plain ensemble (T = 1) and the temperature-scaled ensemble."""
-        onset = distance_onset(self.objective) if self.objective.distances else 1.0
+        distances = self.objective.distances
+        onset = 1.0 if distances is None else distance_onset(distances)
         ensemble = self.objective.settings.candidates(prior_precision=[NO_COVARIANCE], onset=onset)
         plain = Trial(ensemble[0], self._losses(ensemble, np.ones((1, 1)))[0, 0])
         previous = plain
@@ -204,8 +206,9 @@ class Search:
     def curve(self) -> dict[str, tuple[float, ...]]:
         """Return the settings and the mean log loss of every trial."""
         rows = [{**trial.settings.as_json(), "nll": trial.loss} for trial in self.tried]
-        rows = [{**row, "prior_precision": row["prior_precision"][0]} for row in rows]  # shared by all networks
-        return {name: tuple(row[name] for row in rows) for name in rows[0]}
+        return as_curve(
+            [{**row, "prior_precision": row["prior_precision"][0]} for row in rows]
+        )  # shared by all networks
 
     def _clearly_better(self, trials: Sequence[Trial], current: Trial) -> Trial:
         best = min(trials, key=lambda trial: trial.loss)
@@ -232,14 +235,14 @@ class Search:
 
     def _losses(self, candidates: Settings, temperatures: np.ndarray) -> Tensor:
         # Return the log losses (S, t, n) of S candidates, each at its own t temperatures.
-        repeated = candidates.repeated(temperatures.shape[1])
+        repeated = candidates[torch.arange(len(candidates)).repeat_interleave(temperatures.shape[1])]
         losses = self.objective.scores(replace(repeated, temperature=torch.as_tensor(temperatures).flatten()))["nll"]
         return losses.view(*temperatures.shape, -1)
 
 
-def distance_onset(objective: Objective) -> float:
+def distance_onset(distances: Distances) -> float:
     """Return the distance, relative to the validation data's median, beyond which logits shrink."""
-    quantile = float(np.quantile(objective.log_distances().numpy(), ONSET))
+    quantile = float(np.quantile(distances.log_distances().numpy(), ONSET))
     return math.exp(max(0.0, quantile))  # the log quantile is negative if the features of most inputs are all 0
 
 

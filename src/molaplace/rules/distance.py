@@ -11,10 +11,10 @@ from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
 from molaplace.options import is_real, one_of
 from molaplace.rules.evidence import Evidence
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Distances, Objective
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.score import Score
-from molaplace.rules.search import Scored
+from molaplace.rules.search import Scored, as_curve
 from molaplace.rules.threshold import Threshold
 
 PLAIN_RULES: dict[str, Rule] = {
@@ -86,8 +86,12 @@ class Distance(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision, temperature and distance exponent."""
         likelihood = objective.likelihood
-        if not objective.distances:
-            raise OptionError(f"'distance': {objective.why_no_distances}", argument="rule")
+        distances = objective.distances
+        if distances is None:
+            raise OptionError(
+                "'distance' needs distances from the training classes. Fit with mola.fit(..., distances=True).",
+                argument="rule",
+            )
         first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         if not getattr(first, "applies_to", lambda _: True)(likelihood):
             raise OptionError(f"{self.rule!r} does not apply to likelihood {likelihood.name!r}.", argument="rule")
@@ -117,15 +121,13 @@ class Distance(Rule):
             summary = _regression_summary(tried, chosen)
         if chosen == 0:
             warn(summary)
-        exponents = sorted(tried)
-        curve = {name: tuple(tried[exponent][name] for exponent in exponents) for name in plain}
         return replace(
             base,
             rule=f"Distance: {limit}, after {base.rule}",
             settings=replace(base.settings, exponent=chosen),
             summary=summary,
-            notes=(*base.notes, *notes, *_notes(objective)),
-            curve={"distance_exponent": tuple(exponents)} | curve,
+            notes=(*base.notes, *notes, *_notes(distances)),
+            curve=as_curve([{"distance_exponent": exponent} | tried[exponent] for exponent in sorted(tried)]),
         )
 
     def _limits(
@@ -198,18 +200,16 @@ def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> 
     )
 
 
-def _notes(objective: Objective) -> tuple[str, ...]:
-    distances = objective.distances
-    assert objective.reference is not None
+def _notes(distances: Distances) -> tuple[str, ...]:
     notes = []
-    if not all(distance.known for distance in distances):
+    if not all(distance.known for distance in distances.networks):
         notes.append(
             warned(
                 "the training features of at least one network do not vary within classes, so its distances are all set to 1."
             )
         )
     else:
-        pairs = zip(objective.reference.scales, distances, strict=True)
+        pairs = zip(distances.reference.scales, distances.networks, strict=True)
         logs = [
             math.log(max(scale.distance, 1e-300) / max(distance.training_distance, 1e-300)) for scale, distance in pairs
         ]
@@ -222,7 +222,7 @@ def _notes(objective: Objective) -> tuple[str, ...]:
                     f"data."
                 )
             )
-    if any(distance.num_predicted for distance in distances):
+    if any(distance.num_predicted for distance in distances.networks):
         notes.append(
             "the training data had no labels, so distances are measured from the classes that the networks predict."
         )

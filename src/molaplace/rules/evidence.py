@@ -57,7 +57,7 @@ def _best(objective: Objective, group: Sequence[int], log_factor: float) -> tupl
 
     def evidence(log_precision: float) -> float:
         precision = torch.tensor(math.exp(log_precision), dtype=torch.float64, device="cpu")
-        return float(sum(scaled.log_evidence(index, precision) for index in group))
+        return float(sum(scaled.log_evidence[index](precision) for index in group))
 
     log_precision = maximise(evidence, math.log(1e-16), math.log(1e16))
     return log_precision, evidence(log_precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class HeldOut:
     def chunks(self, row_size: int = 512) -> Iterator[Rows]:
         """Yield the rows in float64, in chunks of bounded size; `row_size` has the same meaning as for `Captured`."""
         size = rows_at_once(self.phi, row_size)
-        for start in range(0, len(self), size):
+        for start in range(0, max(len(self), 1), size):  # on a rank without data, one empty chunk
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
             yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs], labels)
@@ -77,9 +77,13 @@ class HeldOut:
             raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {self.where}")
         return self
 
-    def gather(self, rows: Tensor | None) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes, in order of rank."""
         return self.team.gather(rows)
+
+    def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
+        """Return the results (n, ...) of a function of rows for the data of all processes."""
+        return self.gather(torch.cat([compute(rows) for rows in self.chunks()]))
 
     def check_labels(self) -> None:
         """Raise `DataError` if labels and outputs order the classes differently; warn if predictions are no better than chance."""

@@ -12,13 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.likelihoods import Likelihood, Predictive
+from molaplace.likelihoods import Gaussian, Likelihood, Predictive
+from molaplace.links import Link
 from molaplace.metrics import bin_sums, calibration_gaps
 from molaplace.network import Rows
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.scores import ScoreFunction, label_scores
 from molaplace.settings import Reference, Settings
 from molaplace.structures.distance import ClassDistance
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Distances from the training classes."""
+
+    networks: Sequence[ClassDistance]
+    """The distances of each network's features."""
+    reference: Reference
+    """Typical distances and norms of the validation data."""
+    log_distances: Callable[[], Tensor]
+    """Function that returns the log distances (n,) of the validation data of all processes, relative to their median."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +46,31 @@ class Objective:
     """The prior precision before tuning; all other settings are neutral."""
     held_out: HeldOut | None
     """The validation data, or None for a rule that uses only the training data."""
+    link: Link
+    """Map from logits to probabilities."""
     predictive: Callable[[Settings], Callable[[Rows], Predictive]]
     """Function that maps candidates to a function from rows to predictive distributions."""
-    together: bool
-    """True if many candidates can be evaluated at once."""
-    row_size: int
-    """Number of values that one candidate holds in memory for each datum."""
-    log_evidence: Callable[[int, Tensor], Tensor]
-    """Log marginal likelihood of the training labels under one network, as a function of the network's index and a prior precision."""
-    estimated_noise: bool
-    """True if the noise of a regression posterior was estimated, so that rules may change it."""
-    with_noise: Callable[[float], Objective]
-    """Function that returns the objective after all noise has been multiplied by a factor."""
+    fixed_weights: bool
+    """True if the mixture's weights do not depend on the settings, so that many candidates can be evaluated at once."""
+    log_evidence: Sequence[Callable[[Tensor], Tensor]]
+    """For each network, a function that maps a prior precision to the log marginal likelihood of the training labels."""
+    with_noise: Callable[[float | Sequence[float]], Objective]
+    """Function that returns the objective after the noise has been multiplied by a factor, or by one factor per network."""
     read: Callable[[Iterable[Any], str], HeldOut]
     """Function that runs the networks over another loader with the given name, whose labels are ignored."""
-    distances: Sequence[ClassDistance]
-    """Distances from the training classes of each network; empty if there are none."""
-    why_no_distances: str
-    """Message that explains why `distances` is empty."""
-    reference: Reference | None
-    """Typical distances and norms of the validation data, or None without distances."""
-    log_distance: Callable[[Rows], Tensor]
-    """Function that maps rows to their log distances (n,) from the training classes, relative to the reference."""
+    distances: Distances | None
+    """Distances from the training classes, or None if the mixture cannot compute them."""
 
     @property
     def data(self) -> HeldOut:
         """The validation data."""
         assert self.held_out is not None  # `as_rule` requires data for rules that use them
         return self.held_out
+
+    @property
+    def estimated_noise(self) -> bool:
+        """True if the noise of a regression posterior was estimated, so that rules may change it."""
+        return isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
 
     @property
     def num_networks(self) -> int:
@@ -81,17 +91,15 @@ class Objective:
         """
         data = self.data if data is None else data
         candidates = settings.candidates() if isinstance(settings.temperature, float) else settings
-        at_once = len(candidates) if self.together else 1
-        predictives = [self.predictive(part) for part in candidates.split(at_once)]
+        at_once = len(candidates) if self.link.variance_only and self.fixed_weights else 1
+        parts = range(0, len(candidates), at_once)
+        predictives = [self.predictive(candidates[start : start + at_once]) for start in parts]
         chunks = []
-        for rows in data.chunks(at_once * self.row_size):
+        for rows in data.chunks(at_once * self.link.row_size(data.outputs[0].shape[1])):
             scores = [score(predictive(rows), rows.labels) for predictive in predictives]
             chunks.append({name: torch.cat([part[name] for part in scores]) for name in scores[0]})
-        # A rank without data has no names, so it uses the names from another rank.
-        names = next(names for names in data.team.collect(list(chunks[0]) if chunks else None) if names)
         return {
-            name: data.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous() if chunks else None).T
-            for name in names
+            name: data.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous()).T for name in chunks[0]
         }
 
     def mean_scores(
@@ -103,8 +111,3 @@ class Objective:
         if "correct" in scores:
             means["ece"] = calibration_gaps(bin_sums(scores["confidence"], scores["correct"]))
         return means
-
-    def log_distances(self) -> Tensor:
-        """Return the log distances (n,) of the validation data of all processes, relative to their median."""
-        chunks = [self.log_distance(rows) for rows in self.data.chunks()]
-        return self.data.gather(torch.cat(chunks) if chunks else None)

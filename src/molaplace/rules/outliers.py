@@ -48,11 +48,11 @@ class Outliers(Rule):
             return validation | {"outlier_confidence": far["confidence"], "objective": penalised}
 
         search = PrecisionSearch(evaluate, self.grid)
-        index = search.minimise("objective")
-        scores = search.tried[index]
+        scores = search.minimise("objective")
+        precision = scores["prior_precision"]
         summary = (
-            f"At prior precision {search.value(index):.3g}, the validation log loss is {scores['nll']:.4g} and the mean "
+            f"At prior precision {precision:.3g}, the validation log loss is {scores['nll']:.4g} and the mean "
             f"confidence on outliers is {scores['outlier_confidence']:.1%}."
         )
-        settings = objective.settings.candidates(prior_precision=[search.value(index)])[0]
-        return Tuning(f"Outliers(weight={self.weight})", settings, summary, search.note(index), search.curve())
+        settings = objective.settings.candidates(prior_precision=[precision])[0]
+        return Tuning(f"Outliers(weight={self.weight})", settings, summary, search.note(precision), search.curve())

@@ -60,38 +60,39 @@ class Score(Rule):
         if not objective.likelihood.classification:
             return _tune_regression(objective, score, self.grid)
         search = _search(objective, self.grid)
-        index = search.minimise(score, smooth=score != "ece")
+        best = search.minimise(score, smooth=score != "ece")
         temperature = 1.0
         notes: tuple[str, ...] = ()
-        sharper = self._sharpened(objective, search, index)
+        sharper = self._sharpened(objective, best)
         if sharper is not None:
-            temperature, search, index, notes = sharper
+            temperature, search, best, notes = sharper
         at_temperature = f" and temperature {temperature:.3g}" if temperature != 1 else ""
         summary = (
-            f"The best {SCORE_NAMES[score]} found on the validation data is {search.tried[index][score]:.4g}, at prior precision "
-            f"{search.value(index):.3g}{at_temperature}."
+            f"The best {SCORE_NAMES[score]} found on the validation data is {best[score]:.4g}, at prior precision "
+            f"{best['prior_precision']:.3g}{at_temperature}."
         )
-        settings = objective.settings.candidates(prior_precision=[search.value(index)], temperature=temperature)[0]
-        return Tuning(f"Score({score!r})", settings, summary, (*notes, *search.note(index)), search.curve())
+        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]], temperature=temperature)[0]
+        notes = (*notes, *search.note(best["prior_precision"]))
+        return Tuning(f"Score({score!r})", settings, summary, notes, search.curve())
 
     def _sharpened(
-        self, objective: Objective, search: PrecisionSearch, index: int
-    ) -> tuple[float, PrecisionSearch, int, tuple[str, ...]] | None:
+        self, objective: Objective, best: dict[str, float]
+    ) -> tuple[float, PrecisionSearch, dict[str, float], tuple[str, ...]] | None:
         # Return a temperature below 1 if accuracy exceeds confidence by more than two standard errors. Covariance only lowers
         # confidence, but networks trained with label smoothing or mixup need the opposite.
         score = self.score
-        settings = objective.settings.candidates(prior_precision=[search.value(index)])
+        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]])
         scores = objective.scores(settings)
         correct = scores["correct"][0]
         confidence = scores["confidence"][0]
         gap, error = paired(correct, confidence, objective.data, least=share_error(objective.data))
         if gap <= DOUBTLESS * error:
             return None
-        before = search.tried[index][score]
+        before = best[score]
         temperature = 1.0
         tried = TEMPERATURES
         for _ in range(3):  # alternate, as each setting can compensate for the other; more rounds would gain little
-            candidates = objective.settings.candidates(prior_precision=[search.value(index)], temperature=tried)
+            candidates = objective.settings.candidates(prior_precision=[best["prior_precision"]], temperature=tried)
             values = objective.mean_scores(candidates)[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
                 return None  # this also covers links that do not depend on the temperature
@@ -101,14 +102,14 @@ class Score(Rule):
             high = min(1.0, temperature * step)
             tried = tuple(low * (high / low) ** (part / 16) for part in range(17))
             search = _search(objective, self.grid, temperature)
-            index = search.minimise(score, smooth=score != "ece")
+            best = search.minimise(score, smooth=score != "ece")
         note = (
             f"the networks are underconfident, as after label smoothing or mixup: on the validation data, the mean confidence is "
             f"{float(confidence.mean()):.2%} and the accuracy is {float(correct.mean()):.2%}, which is "
             f"{gap / error:.1f} standard errors higher. A temperature of {temperature:.3g} changes the {SCORE_NAMES[score]} "
-            f"from {before:.4g} to {search.tried[index][score]:.4g}."
+            f"from {before:.4g} to {best[score]:.4g}."
         )
-        return temperature, search, index, (note,)
+        return temperature, search, best, (note,)
 
 
 def _search(objective: Objective, grid: Sequence[float] | None, temperature: float = 1.0) -> PrecisionSearch:
@@ -127,24 +128,24 @@ def _tune_regression(objective: Objective, score: str, grid: Sequence[float] | N
     factor = 1.0
     for _ in range(20):
         search = _search(objective.with_noise(factor), grid)
-        smallest = search.tried[search.minimise(score)][score]
+        smallest = search.minimise(score)[score]
         targets = objective.likelihood.num_uncertain(objective.data.outputs[0].shape[1])
         margin = ALIKE * targets if score == "nll" else ALIKE * abs(smallest)
-        close = [index for index, scores in search.tried.items() if scores[score] <= smallest + margin]
-        index = min(close, key=lambda index: abs(math.log(search.value(index))))
+        close = [scores for scores in search.tried.values() if scores[score] <= smallest + margin]
+        best = min(close, key=lambda scores: abs(math.log(scores["prior_precision"])))
         if not free:
             break
         previous = factor
-        settings = objective.settings.candidates(prior_precision=[search.value(index)])
+        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]])
         for power in (1.0, 0.125, 1 / 64):
             tried = [factor * multiple**power for multiple in NOISE_FACTORS]
             values = [objective.with_noise(noise).mean_scores(settings)[score] for noise in tried]
             factor = tried[int(torch.cat(values).argmin())]
         if abs(math.log(factor / previous)) < 1e-3:
             break
-    value = search.tried[index][score]
+    precision = best["prior_precision"]
     at_noise = f" with the noise multiplied by {factor:.3g}" if free else ""
-    summary = f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at_noise}."
+    summary = f"The {SCORE_NAMES[score]} on the validation data is {best[score]:.4g} at prior precision {precision:.3g}{at_noise}."
     factors = (factor,) * objective.num_networks if free else ()
-    settings = objective.settings.candidates(prior_precision=[search.value(index)])
-    return Tuning(f"Score({score!r})", settings[0], summary, search.note(index), search.curve(), noise_factors=factors)
+    settings = objective.settings.candidates(prior_precision=[precision])[0]
+    return Tuning(f"Score({score!r})", settings, summary, search.note(precision), search.curve(), noise_factors=factors)

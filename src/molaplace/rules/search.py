@@ -43,92 +43,95 @@ def grid_value(index: int) -> float:
 
 
 class PrecisionSearch:
-    """A search over prior precisions that stores the scores of all values tried, keyed by their index in the grid."""
+    """A search over prior precisions that stores the scores of all values tried, by their index in the grid.
+
+    The scores of a prior precision include the prior precision itself, under the name "prior_precision".
+    """
 
     evaluate: Evaluate
-    given: tuple[float, ...] | None
+    grid: tuple[float, ...] | None
+    tried: dict[int, dict[str, float]]
 
     def __init__(self, evaluate: Evaluate, grid: Sequence[float] | None = None) -> None:
-        self.evaluate, self.given = evaluate, None if grid is None else _check_grid(grid)
-        self.tried: dict[int, dict[str, float]] = {}
-        if self.given is not None:
-            self.try_at(range(len(self.given)))
+        self.evaluate = evaluate
+        self.grid = None if grid is None else _check_grid(grid)
+        self.tried = {}
+        if self.grid is not None:
+            self._score(range(len(self.grid)))
 
-    def value(self, index: int) -> float:
-        """Return the prior precision at an index."""
-        return grid_value(index) if self.given is None else self.given[index]
+    def minimise(self, score: str, *, smooth: bool = True) -> dict[str, float]:
+        """Return the scores of the prior precision with the smallest score.
 
-    def try_at(self, indices: Iterable[int]) -> None:
-        """Score the prior precisions at these indices, except those already tried."""
+        If `smooth` is False, every value of the grid is tried.
+        """
+        if self.grid is None:
+            self._score(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
+            for down in (True, False):
+                self._grow(score, down, lambda end: end == self._best(score))
+            for step in STEPS[1:] if smooth else ():
+                centre = self._best(score)
+                self._score(centre + step * offset for offset in (-2, -1, 1, 2))
+        return self.tried[self._best(score)]
+
+    def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> dict[str, float] | None:
+        """Return the scores of the smallest prior precision that meets a monotone condition, or None if no value meets it."""
+        if self.grid is None:
+            self._score(range(LOW, HIGH + 1, STEPS[0]))
+            for down in (True, False):
+                self._grow(score, down, lambda end, down=down: meets(self.tried[end]) == down)  # type: ignore[misc]
+            for step in STEPS[1:]:
+                indices = sorted(self.tried)
+                first = next((index for index in indices if meets(self.tried[index])), None)
+                if first is None:
+                    return None
+                below = max((index for index in indices if index < first), default=first)
+                self._score(range(below, first, step))
+        return next((self.tried[index] for index in sorted(self.tried) if meets(self.tried[index])), None)
+
+    def _best(self, score: str) -> int:
+        return min(sorted(self.tried), key=lambda index: self.tried[index][score])
+
+    def _score(self, indices: Iterable[int]) -> None:
+        # Score the prior precisions at these indices, except those already tried.
         new = sorted(set(indices) - self.tried.keys())
         if new:
-            found = self.evaluate([self.value(index) for index in new])
-            for place, index in enumerate(new):
-                self.tried[index] = {name: float(values[place]) for name, values in found.items()}
-
-    def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Return the index of the prior precision with the smallest score. If `smooth` is False, every value of the grid is tried."""
-
-        def best() -> int:
-            return min(sorted(self.tried), key=lambda index: self.tried[index][score])
-
-        if self.given is not None:
-            return best()
-        self.try_at(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
-        for down in (True, False):
-            self._grow(score, down, lambda end: end == best())
-        for step in STEPS[1:] if smooth else ():
-            centre = best()
-            self.try_at(centre + step * offset for offset in (-2, -1, 1, 2))
-        return best()
-
-    def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
-        """Return the index of the smallest prior precision that meets a monotone condition, or None if no value meets it."""
-
-        def first() -> int | None:
-            return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
-
-        if self.given is not None:
-            return first()
-        self.try_at(range(LOW, HIGH + 1, STEPS[0]))
-        for down in (True, False):
-            self._grow(score, down, lambda end, down=down: meets(self.tried[end]) == down)  # type: ignore[misc]
-        for step in STEPS[1:]:
-            found = first()
-            if found is None:
-                return None
-            below = max((index for index in self.tried if index < found), default=found)
-            self.try_at(range(below, found, step))
-        return first()
+            precisions = [grid_value(index) if self.grid is None else self.grid[index] for index in new]
+            columns = self.evaluate(precisions)
+            for row, index in enumerate(new):
+                scores = {name: float(values[row]) for name, values in columns.items()}
+                self.tried[index] = {"prior_precision": precisions[row]} | scores
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
         # Extend the grid beyond one end, within its limits, as long as `is_open` allows it and the score still changes.
-        end, sign = (min, -1) if down else (max, 1)
-        while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
-            before, last = self.tried[end(self.tried)][score], end(self.tried)
-            self.try_at([last + sign * STEPS[0] * step for step in (1, 2)])
-            if abs(self.tried[end(self.tried)][score] - before) <= SAME * abs(before):
+        outermost = min if down else max
+        sign = -1 if down else 1
+        end = outermost(self.tried)
+        while LOWEST < end < HIGHEST and is_open(end):
+            before = self.tried[end][score]
+            self._score([end + sign * STEPS[0] * step for step in (1, 2)])
+            end = outermost(self.tried)
+            if abs(self.tried[end][score] - before) <= SAME * abs(before):
                 break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
         """Return the scores of all values tried, in order of increasing prior precision."""
-        order = sorted(self.tried)
-        names = self.tried[order[0]]
-        table = {name: tuple(self.tried[index][name] for index in order) for name in names}
-        return {"prior_precision": tuple(self.value(index) for index in order)} | table
+        return as_curve([self.tried[index] for index in sorted(self.tried)])
 
-    def note(self, index: int) -> tuple[str, ...]:
+    def note(self, precision: float) -> tuple[str, ...]:
         """Issue and return a warning if the chosen value is outside the paper's grid."""
-        if self.given is not None or LOW <= index <= HIGH:
+        if self.grid is not None or grid_value(LOW) <= precision <= grid_value(HIGH):
             return ()
         meaning = (
             "the prior has almost no influence, and the training data alone determine the covariance"
-            if index < LOW
+            if precision < 1
             else "almost no covariance is left, and predictions are close to those of the plain ensemble"
         )
-        return (
-            warned(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),
-        )
+        return (warned(f"the prior precision {precision:.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),)
+
+
+def as_curve(trials: Sequence[dict[str, float]]) -> dict[str, tuple[float, ...]]:
+    """Return the scores of a search by name, each a tuple with one number for each trial."""
+    return {name: tuple(scores[name] for scores in trials) for name in trials[0]}
 
 
 def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
@@ -143,19 +146,23 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 
 def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
     """Maximise a function of one variable on a coarse grid, and then by golden-section search around the best point."""
-    places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
-    best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
-    left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]
+    positions = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
+    values = [objective(position) for position in positions]
+    best = values.index(max(values))
+    left = positions[max(best - 1, 0)]
+    right = positions[min(best + 1, coarse - 1)]
     ratio = (math.sqrt(5) - 1) / 2
-    one, two = right - ratio * (right - left), left + ratio * (right - left)
-    value_one, value_two = objective(one), objective(two)
+    lower = right - ratio * (right - left)
+    upper = left + ratio * (right - left)
+    lower_value = objective(lower)
+    upper_value = objective(upper)
     while right - left > 1e-8 * max(1.0, abs(left)):
-        if value_one > value_two:
-            right, two, value_two = two, one, value_one
-            one = right - ratio * (right - left)
-            value_one = objective(one)
+        if lower_value > upper_value:
+            right, upper, upper_value = upper, lower, lower_value
+            lower = right - ratio * (right - left)
+            lower_value = objective(lower)
         else:
-            left, one, value_one = one, two, value_two
-            two = left + ratio * (right - left)
-            value_two = objective(two)
+            left, lower, lower_value = lower, upper, upper_value
+            upper = left + ratio * (right - left)
+            upper_value = objective(upper)
     return (left + right) / 2

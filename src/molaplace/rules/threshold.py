@@ -83,27 +83,27 @@ class Threshold(Rule):
         def meets(scores: dict[str, float]) -> bool:
             return scores["confidence"] >= target and (self.brier is None or scores["brier"] <= self.brier)
 
-        index = search.smallest_meeting(meets, "confidence")
-        if index is None:
-            index = max(search.tried)
+        scores = search.smallest_meeting(meets, "confidence")
+        if scores is None:
+            scores = search.tried[max(search.tried)]
             summary = warned(
                 f"The threshold rule has no effect: without any covariance, the mean confidence is "
-                f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
+                f"{scores['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
                 f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set "
-                f"to {search.value(index):.3g}, at which predictions are close to those of the plain ensemble. Use the default "
+                f"to {scores['prior_precision']:.3g}, at which predictions are close to those of the plain ensemble. Use the default "
                 f"rule, 'calibrated'."
             )
         else:
-            notes = (*notes, *search.note(index))
-            lowest = min(scores["confidence"] for scores in search.tried.values())
+            notes = (*notes, *search.note(scores["prior_precision"]))
+            lowest = min(trial["confidence"] for trial in search.tried.values())
             above = (
                 "; none of the prior precisions tried lowers the confidence to the target"
                 if lowest > target + NEAR
                 else ""
             )
             summary = (
-                f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
-                f"{search.value(index):.3g} (target: {origin}){above}."
+                f"The mean confidence on the validation data is {scores['confidence']:.2%} at prior precision "
+                f"{scores['prior_precision']:.3g} (target: {origin}){above}."
             )
-        settings = objective.settings.candidates(prior_precision=[search.value(index)])[0]
+        settings = objective.settings.candidates(prior_precision=[scores["prior_precision"]])[0]
         return Tuning(f"Threshold: target confidence {origin}", settings, summary, notes, search.curve())
