@@ -366,4 +366,5 @@ def ensemble(
     """
     likelihood = as_likelihood(likelihood)
     models = as_networks(networks, logits)
-    return MoLA([Component(network, None, None, likelihood) for network in models], weights=weights)
+    components = [Component(network, None, None, likelihood) for network in models]
+    return MoLA(components, weights=check_weighting(weights, len(models)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +19,7 @@ from molaplace.component import Component, per_component
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
-from molaplace.links import Link, as_link
+from molaplace.links import PROBIT, Link, as_link
 from molaplace.network import Captured, Inputs, Rows, one_batch
 from molaplace.numerics import check_generator, seed_from
 from molaplace.options import counted, whole_number
@@ -55,8 +56,8 @@ class LaplaceMixture(Predictor):
         components: networks with their Laplace approximations.
         settings: prior precision of each component, temperature, pooling coefficient and distance exponent; by default, neutral
             settings with a prior precision of 1.
-        link: map from logits to probabilities, given as a name or a `Link`.
-        weights: "uniform", "evidence", or K numbers that sum to 1.
+        link: map from logits to probabilities.
+        weights: "uniform", "evidence", or the weights (K,) in float64.
         reference: typical distances of the validation data; by default, estimates from the training data.
         tuning: result of the rule that chose the settings, or None if no rule was used.
     """
@@ -66,8 +67,8 @@ class LaplaceMixture(Predictor):
         components: Sequence[Component],
         settings: Settings | None = None,
         *,
-        link: str | Link = "probit",
-        weights: str | Sequence[float] | Tensor = "uniform",
+        link: Link = PROBIT,
+        weights: str | Tensor = "uniform",
         reference: Reference | None = None,
         tuning: Tuning | None = None,
     ) -> None:
@@ -83,19 +84,18 @@ class LaplaceMixture(Predictor):
         """Likelihood of each component. In regression, the noise may differ between components."""
         self.settings: Settings = Settings((1.0,) * count) if settings is None else settings
         """Prior precision, temperature, pooling coefficient, distance exponent and onset."""
-        self.link: Link = as_link(link, self.likelihood)
+        self.link: Link = link
         self.tuning: Tuning | None = tuning
         self.reference: Reference | None = self._training_reference() if reference is None else reference
         """Typical distances, feature norms and outlier scores, or None if there are no distances."""
         if self.settings.uses_distance and not self.has_distances:
             raise OptionError(self.why_no_distances())
-        weighting = check_weighting(weights, count)
-        self.weighting: str = weighting if isinstance(weighting, str) else "given"
+        self.weighting: str = weights if isinstance(weights, str) else "given"
         """How the weights are chosen: "uniform", "evidence" or "given"."""
-        if isinstance(weighting, Tensor):
-            self.weights = weighting
+        if isinstance(weights, Tensor):
+            self.weights = weights
         else:
-            self.weights = uniform_weights(count) if weighting == "uniform" else self._weights_at(self.settings)
+            self.weights = uniform_weights(count) if weights == "uniform" else self._weights_at(self.settings)
 
     def _training_reference(self) -> Reference | None:
         distances = self.distances
@@ -231,7 +231,8 @@ class LaplaceMixture(Predictor):
             if layer is None or layer.distance is None:
                 raise OptionError(self.why_no_distances())
             pairs.append(layer.distance.logs(phi))
-        return torch.stack([distance for distance, _ in pairs]), torch.stack([norm for _, norm in pairs])
+        distances, norms = zip(*pairs, strict=True)
+        return torch.stack(distances), torch.stack(norms)
 
     def log_distance(self, rows: Rows) -> Tensor:
         """Return the mixture's log distance (n,), relative to the reference."""
@@ -341,11 +342,11 @@ class LaplaceMixture(Predictor):
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """Return the mixture with different weights: "uniform", "evidence", or K numbers that sum to 1."""
-        return self.with_parts(weights=weights)
+        return self.with_parts(weights=check_weighting(weights, len(self.components)))
 
     def with_link(self, link: str | Link) -> Self:
         """Return the mixture with a different link."""
-        return self.with_parts(link=link)
+        return self.with_parts(link=as_link(link, self.likelihood))
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
         """Return the regression posterior with a different noise level, which tuning rules then leave unchanged.
@@ -411,7 +412,7 @@ class LaplaceMixture(Predictor):
         for component in self.components:
             component.require_layer("tuning")
         chosen_rule = as_rule(rule, self.likelihood, val_loader)
-        start = self.with_parts(settings=Settings(self.prior_precision))
+        start = self.with_parts(settings=Settings(self.settings.prior_precision))
         if self.weighting == "evidence" and getattr(chosen_rule, "fixes_weights", False):
             start = start.with_weights(start.weights)
         data = None
@@ -442,7 +443,7 @@ class LaplaceMixture(Predictor):
 
         def predictive(settings: Settings) -> Callable[[Rows], Predictive]:
             weights = self.weights if fixed_weights else self._weights_at(settings)
-            return lambda rows: self.predictive(rows, settings, weights)
+            return partial(self.predictive, settings=settings, weights=weights)
 
         def log_distances() -> Tensor:
             assert data is not None  # rules that need distances need data
@@ -465,8 +466,7 @@ class LaplaceMixture(Predictor):
         # Return the regression mixture with each component's noise multiplied by a factor.
         if factors == ():
             return self
-        values = per_component(factors, len(self.components), "noise_factors")
-        pairs = zip(self.components, values, strict=True)
+        pairs = zip(self.components, per_component(factors, len(self.components), "noise_factors"), strict=True)
         return self.with_parts(components=[component.noise_scaled(factor) for component, factor in pairs])
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
@@ -501,7 +501,7 @@ class LaplaceMixture(Predictor):
         tuning = self.tuning
         if tuning is not None:
             tuning = replace(tuning, summary=f"{tuning.summary} Stacking then chose the weights.")
-        return self.with_parts(weights=shared, tuning=tuning)
+        return self.with_weights(shared).with_parts(tuning=tuning)
 
     def _member_log_likelihoods(self, rows: Rows) -> Tensor:
         # Return the log-likelihood (m, K) of each datum, or of each known label of multi-label data, under each component. The

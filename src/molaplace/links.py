@@ -244,6 +244,9 @@ class MonteCarlo(Link):
         return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
 
 
+PROBIT = Probit()
+"""The default link."""
+
 LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProbit, MeanField, Bridge, MonteCarlo)}
 
 
@@ -255,7 +258,7 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     applicable = chosen.for_labels() if likelihood.classification else None
     if applicable is not None:
         return applicable
-    if chosen == Probit():  # the default; regression needs no link
+    if chosen == PROBIT:  # regression needs no link
         return chosen
     names = [name for name, kind in LINKS.items() if likelihood.classification and kind().for_labels() is not None]
     known = ", ".join(names) or "none, because the predictive distribution is exact"

@@ -28,7 +28,7 @@ from molaplace.outliers import (
     outlier_score,
 )
 from molaplace.prediction import Prediction, RegressionPrediction
-from molaplace.rules.held_out import HeldOut, read_held_out
+from molaplace.rules.held_out import HeldOut, feature_scales, read_held_out, with_scores
 from molaplace.settings import Reference
 from molaplace.structures.base import LayerCurvature
 
@@ -169,9 +169,9 @@ class MoLA(LaplaceMixture):
         return FAR_FIELD if self.reference is None or self.reference.score is None else COMBINED
 
     def _norms(self, rows: Rows) -> Tensor:
-        layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
         norms = []
-        for layer, phi in zip(layers, rows.phi, strict=True):
+        for component, phi in zip(self.components, rows.phi, strict=True):
+            layer = component.on(phi.device)
             assert layer is not None
             assert isinstance(layer.curvature, LayerCurvature)
             norms.append(layer.curvature.mahalanobis(phi))
@@ -215,12 +215,13 @@ class MoLA(LaplaceMixture):
         """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
         if not self.has_distances:
             return None
-        reference = data.feature_scales([distance.to(torch.device("cpu")) for distance in self.distances])
+        logs = data.gather_from_chunks(lambda rows: torch.cat(self.log_distances(rows)).T)
+        reference = feature_scales(logs.T, self.distances)
         if not self.likelihood.classification:
             return reference
         posterior = self.with_parts(reference=reference)
-        chunks = [posterior._outlier_terms(rows, posterior.log_distances(rows)).T for rows in data.chunks()]
-        return data.with_scores(reference, torch.cat(chunks) if chunks else None)
+        terms = data.gather_from_chunks(lambda rows: posterior._outlier_terms(rows, posterior.log_distances(rows)).T)
+        return with_scores(reference, terms)
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def posterior(networks, structure="kron", likelihood="categorical", link="probit
         distances=distances,
     )
     changes = {name: options[name] for name in ("settings", "reference", "tuning") if name in options}
-    return fitted.with_parts(link=link, weights=weights, **changes)
+    return fitted.with_link(link).with_weights(weights).with_parts(**changes)
 
 
 def three(outputs=3):

@@ -62,14 +62,12 @@ def regression_prediction(
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
     """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
     predictions = []
-    targets = None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
         predictions = [networks_alone(posterior, prediction, count)]
-        targets = held_out.labels
     alone = RegressionPrediction.gather(predictions, held_out.team)
     noise = alone.component_noise
-    return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.gather(targets))
+    return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.team.gather(held_out.labels))
 
 
 def summary(predictions: PredictionColumns) -> dict[str, float]:

@@ -42,9 +42,10 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         most: dict[int, int] = {}
         for (label, output), count in zip(pairs.tolist(), counts.tolist(), strict=True):
             if count > most.get(label, 0):
-                matched[label], most[label] = output, count
-        right, moved = agreement[index], sum(most.values()) / total
-        if len(matched) < 2 or len(set(matched.values())) < len(matched) or moved <= right + CLEAR:
+                matched[label] = output
+                most[label] = count
+        reordered = sum(most.values()) / total
+        if len(matched) < 2 or len(set(matched.values())) < len(matched) or reordered <= agreement[index] + CLEAR:
             continue
         if total < 2 * len(matched):  # a label that occurs once fits any order
             continue
@@ -52,16 +53,16 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         outputs = len(torch.unique(classes))
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
         # Union bound: multiply the Chernoff bound for one order by the number of orders.
-        if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
+        if reordered > share and orders - total * _divergence(reordered, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             advice = "Label each input with the index of its class among the outputs."
-            if max(agreement) > moved - CLEAR:  # another network agrees with the labels
+            if max(agreement) > reordered - CLEAR:  # another network agrees with the labels
                 advice = (
                     f"Other networks agree with the labels, so leave out networks[{index}], or reorder its outputs."
                 )
             raise DataError(
-                f"the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
-                f"labels agree with this network, but {moved:.1%} would agree in this order (label -> output): "
+                f"the classes seem to be in a different order from the outputs of networks[{index}]. {agreement[index]:.1%} of the "
+                f"labels agree with this network, but {reordered:.1%} would agree in this order (label -> output): "
                 f"{order}{', ...' if len(matched) > 20 else ''}. {advice}",
                 place=f"the {where}",
             )
@@ -83,9 +84,12 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     known = ~labels.isnan()
     if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
         return
-    count, filled, mask = known.double().sum(0)[:, None], labels.nan_to_num(), known.double()
+    mask = known.double()
+    count = mask.sum(0)[:, None]
+    filled = labels.nan_to_num()
     # Correlate each column of labels with each column of probabilities, over the data for which the label is known.
-    label_mean, prob_mean = filled.sum(0)[:, None] / count, (mask.T @ probs) / count
+    label_mean = filled.sum(0)[:, None] / count
+    prob_mean = (mask.T @ probs) / count
     joint = (filled.T @ probs) / count - label_mean * prob_mean
     variance = ((mask.T @ probs.square()) / count - prob_mean.square()).clamp_min(0) * label_mean * (1 - label_mean)
     correlation = torch.where(variance > 0, joint / variance.clamp_min(1e-300).sqrt(), 0)

@@ -77,29 +77,25 @@ class HeldOut:
             raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {self.where}")
         return self
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all processes, in order of rank."""
-        return self.team.gather(rows)
-
     def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
         """Return the results (n, ...) of a function of rows for the data of all processes."""
-        return self.gather(torch.cat([compute(rows) for rows in self.chunks()]))
+        return self.team.gather(torch.cat([compute(rows) for rows in self.chunks()]))
 
     def check_labels(self) -> None:
         """Raise `DataError` if labels and outputs order the classes differently; warn if predictions are no better than chance."""
         if self.labels is not None and isinstance(self.likelihood, Gaussian):
-            self._check_targets(self.likelihood, self.gather(self.labels))
+            self._check_targets(self.likelihood, self.team.gather(self.labels))
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
             return
-        targets = self.gather(self.likelihood.targets(self.labels))
-        predicted = [self.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
+        targets = self.team.gather(self.likelihood.targets(self.labels))
+        predicted = [self.team.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
         if not bool((targets >= 0).any()):
             raise DataError("every label is missing. At least one label is needed.", place=f"the {self.where}")
         if self.likelihood.mutually_exclusive:
             check_class_order(targets, predicted, self.where)
         else:
             probs = torch.stack([self.likelihood.probabilities(outputs) for outputs in self.outputs]).mean(0)
-            check_label_order(self.gather(self.labels), self.gather(probs), self.where)
+            check_label_order(self.team.gather(self.labels), self.team.gather(probs), self.where)
         known = targets >= 0
         accuracies = [float(((classes == targets) & known).sum() / known.sum()) for classes in predicted]
         chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
@@ -111,41 +107,41 @@ class HeldOut:
                 "data, or use rule='evidence', which needs no validation data."
             )
         elif guessing:
-            which = (
-                "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
-            )
+            which = ", ".join(f"networks[{index}]" for index in guessing)
+            if len(guessing) == len(predicted):
+                which = "the networks"
             warn(
-                f"only {max(accuracies[one] for one in guessing):.1%} of the labels in the {self.where} agree with {which}, whereas "
+                f"only {max(accuracies[index] for index in guessing):.1%} of the labels in the {self.where} agree with {which}, whereas "
                 f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
                 f"and that the inputs are preprocessed as in training."
             )
-        elif len(found := torch.unique(targets[known])) == 1:
+        elif bool((targets[known] == targets[known][0]).all()):
             warn(
-                f"every label in the {self.where} is {int(found)}. Settings tuned for one class may not suit the others. Pass "
+                f"every label in the {self.where} is {int(targets[known][0])}. Settings tuned for one class may not suit the others. Pass "
                 "validation data from every class."
             )
 
     def _check_targets(self, likelihood: Gaussian, targets: Tensor) -> None:
-        means = [self.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
+        means = [self.team.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
         error = (torch.stack(means).mean(0) - targets).square().mean(0).sqrt()
         deviation = targets.std(0, correction=0)
         if len(targets) > 1 and bool((error > FAR_OFF * deviation).any()):
-            place = int((error / deviation).argmax())
+            output = int((error / deviation).argmax())
             warn(
-                f"the root mean squared error on the {self.where} is {float(error[place]):.3g}, but the standard deviation of the "
-                f"targets is only {float(deviation[place]):.3g}. If the targets were standardised in training, pass "
+                f"the root mean squared error on the {self.where} is {float(error[output]):.3g}, but the standard deviation of the "
+                f"targets is only {float(deviation[output]):.3g}. If the targets were standardised in training, pass "
                 "mola.likelihoods.Gaussian(location=..., scale=...)."
             )
 
     def score_groups(self) -> Tensor:
         """Return the index (m,) of the input to which each score belongs. Multi-label data have a score for each known label."""
-        own = torch.arange(len(self), device="cpu")
+        inputs = torch.arange(len(self), device="cpu")
         if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
             if targets.dim() == 2:
-                own = (targets >= 0).nonzero()[:, 0]
-        found: Tensor = torch.unique(self.gather(own + (self.team.rank << 40)), return_inverse=True)[1]
-        return found
+                inputs = (targets >= 0).nonzero()[:, 0]
+        groups: Tensor = torch.unique(self.team.gather(inputs + (self.team.rank << 40)), return_inverse=True)[1]
+        return groups
 
     def accuracy(self) -> tuple[float, float]:
         """Return the mean accuracy of the networks on these data, and its standard error."""
@@ -155,50 +151,56 @@ class HeldOut:
             raise DataError("this rule needs labels. Pass batches of (inputs, labels).")
         targets = likelihood.targets(self.labels)
         known = targets >= 0
-        right = torch.stack([(likelihood.predicted(one) == targets) & known for one in self.outputs]).double().mean(0)
-        right, counted = (
-            self.gather(one.double().reshape(len(self), math.prod(one.shape[1:])).sum(1)) for one in (right, known)
-        )
-        total = float(counted.sum())
-        accuracy = float(right.sum()) / total
-        # Sum the errors within each input first, because the labels of one input are not independent.
-        spread = float((right - accuracy * counted).square().sum()) / self.independent
+        correct = [(likelihood.predicted(outputs) == targets) & known for outputs in self.outputs]
+        # Sum over the labels of each input first, because they are not independent.
+        width = math.prod(targets.shape[1:])
+        num_correct = self.team.gather(torch.stack(correct).double().mean(0).view(len(self), width).sum(1))
+        num_known = self.team.gather(known.double().view(len(self), width).sum(1))
+        total = float(num_known.sum())
+        accuracy = float(num_correct.sum()) / total
+        spread = float((num_correct - accuracy * num_known).square().sum()) / self.independent
         # The error is at least 1 / (count + 2), because the spread is 0 if all predictions are correct, however few they are.
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
-    def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
-        """Return, for each network, the median distance and the 99 % quantile of the feature norms."""
-        scales = []
-        for distance, phi in zip(distances, self.phi, strict=True):
-            assert distance is not None
-            parts = [distance.logs(to_float64(rows)) for rows in torch.split(phi, 4096)]
-            rows = torch.stack([torch.cat([part[field] for part in parts]) for field in (0, 1)], 1) if parts else None
-            logs = self.gather(rows).numpy()
-            median = max(math.exp(np.quantile(logs[:, 0], 0.5)), COPIES * distance.training_distance)
-            scales.append(FeatureScale(median, math.exp(np.quantile(logs[:, 1], LONG))))
-        return Reference(tuple(scales))
-
-    def notes_on_norms(self, reference: Reference, distances: Sequence[ClassDistance | None]) -> tuple[str, ...]:
+    def notes_on_norms(self, reference: Reference, distances: Sequence[ClassDistance]) -> tuple[str, ...]:
         """Warn, and return a note, if feature norms differ greatly from those of the training data."""
-        pairs = [(scale.norm, one.training_norm) for scale, one in zip(reference.scales, distances, strict=True) if one]
-        ratios = [max(norm, TINY) / max(trained, TINY) for norm, trained in pairs]
-        widest = max(ratios, key=lambda ratio: abs(math.log(ratio)))
-        if 1 / UNLIKE < widest < UNLIKE:
+        logs = [
+            math.log(max(scale.norm, TINY) / max(distance.training_norm, TINY))
+            for scale, distance in zip(reference.scales, distances, strict=True)
+        ]
+        largest = max(logs, key=abs)
+        if abs(largest) < math.log(UNLIKE):
             return ()
         return (
             warned(
-                f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both are "
-                f"preprocessed in the same way."
+                f"the features of the {self.where} are {math.exp(largest):.3g} times as large as those of the training data. Check "
+                f"that both are preprocessed in the same way."
             ),
         )
 
-    def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""
-        rows = self.gather(terms)
-        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
-        spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
-        pairs = list(zip(middle.tolist(), spread.tolist(), strict=True))
-        return replace(reference, score=tuple(pairs[:3]), energies=tuple(mean for mean, _ in pairs[3:]))
+
+def feature_scales(logs: Tensor, distances: Sequence[ClassDistance]) -> Reference:
+    """Return, for each network, the median distance and the 99 % quantile of the feature norms.
+
+    Args:
+        logs: log distances and log norms (2K, n) of the validation data.
+        distances: the distances of each network's features.
+    """
+    medians = np.quantile(logs[: len(distances)].numpy(), 0.5, axis=1)
+    norms = np.quantile(logs[len(distances) :].numpy(), LONG, axis=1)
+    scales = []
+    for distance, median, norm in zip(distances, medians, norms, strict=True):
+        scales.append(FeatureScale(max(math.exp(median), COPIES * distance.training_distance), math.exp(norm)))
+    return Reference(tuple(scales))
+
+
+def with_scores(reference: Reference, terms: Tensor) -> Reference:
+    """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""
+    means = terms.mean(0)
+    spreads = terms.std(0) if len(terms) > 1 else torch.zeros_like(means)
+    spreads = torch.where(spreads > NO_SPREAD * (1 + means.abs()), spreads, 1)
+    score = tuple(zip(means[:3].tolist(), spreads[:3].tolist(), strict=True))
+    return replace(reference, score=score, energies=tuple(means[3:].tolist()))
 
 
 def read_held_out(
@@ -255,25 +257,20 @@ def read_held_out(
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())
     # A rank without data stores tensors with no rows but otherwise the same shapes as on other ranks.
-    mine = bool(outputs[0])
-    if not any(team.collect(mine)):
+    columns = [*phi, *outputs, *([labels] if labels else [])]
+    forms = [(parts[0].dtype, parts[0].shape[1:]) for parts in columns] if outputs[0] else []
+    forms = next((others for others in team.collect(forms) if others), [])
+    if not forms:
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")
-    kept = [*(parts[0] for parts in (*phi, *outputs)), *labels[:1]] if mine else []
-    shapes = next(one for one in team.collect([(one.dtype, one.shape[1:]) for one in kept]) if one)
-    if not mine:
-        empty = [[torch.zeros((0, *shape), dtype=dtype, device="cpu")] for dtype, shape in shapes]
-        count = len(networks)
-        phi, outputs, labels = (
-            empty[:count],
-            empty[count : 2 * count],
-            [one for part in empty[2 * count :] for one in part],
-        )
-    joined = [torch.cat(parts) for parts in outputs]
+    if not outputs[0]:
+        columns = [[torch.zeros((0, *shape), dtype=dtype, device="cpu")] for dtype, shape in forms]
+    joined = [torch.cat(parts) for parts in columns]
+    count = len(networks)
     counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
-        [torch.cat(parts) for parts in phi],
-        joined,
-        torch.cat(labels) if labels else None,
+        joined[:count],
+        joined[count : 2 * count],
+        joined[2 * count] if len(joined) > 2 * count else None,
         likelihood,
         float(counts[0] / counts[1]),
         where,

@@ -99,7 +99,8 @@ class Objective:
             scores = [score(predictive(rows), rows.labels) for predictive in predictives]
             chunks.append({name: torch.cat([part[name] for part in scores]) for name in scores[0]})
         return {
-            name: data.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous()).T for name in chunks[0]
+            name: data.team.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous()).T
+            for name in chunks[0]
         }
 
     def mean_scores(

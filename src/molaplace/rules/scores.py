@@ -39,7 +39,8 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
 
     The standard error returned is never below `least`.
     """
-    gap, group = first - second, data.score_groups()
+    gap = first - second
+    group = data.score_groups()
     mean = gap.mean()
     # The labels of one input are not independent, so the differences are first summed within each input.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)

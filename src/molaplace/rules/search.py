@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 from torch import Tensor
@@ -115,7 +116,7 @@ class PrecisionSearch:
 
     def curve(self) -> dict[str, tuple[float, ...]]:
         """Return the scores of all values tried, in order of increasing prior precision."""
-        return as_curve([self.tried[index] for index in sorted(self.tried)])
+        return as_curve(sorted(self.tried.values(), key=itemgetter("prior_precision")))
 
     def note(self, precision: float) -> tuple[str, ...]:
         """Issue and return a warning if the chosen value is outside the paper's grid."""

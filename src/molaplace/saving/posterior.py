@@ -24,7 +24,7 @@ from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from molaplace.saving.schema import Optional
 from molaplace.settings import Reference, Settings
 from molaplace.structures import STRUCTURES, Structure
-from molaplace.weights import check_weights
+from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
@@ -139,7 +139,7 @@ def unpack_mixture(document: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {
         "settings": Settings.from_json(document["settings"]),
         "link": rebuild(document["link"], LINKS, "link"),
-        "weights": weights if document["weighting"] == "given" else document["weighting"],
+        "weights": weights if document["weighting"] == "given" else check_weighting(document["weighting"], count),
         "reference": None if reference is None else Reference.from_json(reference),
         "tuning": None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
     }
