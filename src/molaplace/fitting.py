@@ -60,32 +60,19 @@ def as_networks(
         logits: function that extracts the logits from a network's output, or one such function per network; not needed if the network
             returns the logits.
     """
-    given: list[Any]
-    if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
-        # A Sequential is iterable but counts as one network.
-        given = (
-            list(networks) if isinstance(networks, nn.ModuleList) or not isinstance(networks, nn.Module) else [networks]
-        )
-    else:
-        given = [networks]
-    wrong = [one for one in given if not isinstance(one, nn.Module)]
-    if wrong or not given:
-        got, remedy = type(wrong[0]).__name__ if wrong else "an empty list", ""
-        if wrong and isinstance(wrong[0], (str, Path)):
-            got = f"a file name, {str(wrong[0])!r}"
-            remedy = (
-                f" Build the network and load its weights first: network.load_state_dict(torch.load({str(wrong[0])!r}, "
-                f"weights_only=True)). The command `molaplace fit` accepts such files directly."
-            )
-        elif wrong and isinstance(wrong[0], Mapping):
-            got = "a state dict"
-            remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network itself."
+    # A Sequential or a state dict is iterable, but counts as one thing.
+    single = isinstance(networks, (nn.Module, str, Mapping)) and not isinstance(networks, nn.ModuleList)
+    modules: list[Any] = list(networks) if isinstance(networks, Iterable) and not single else [networks]
+    if not modules:
         raise OptionError(
-            f"must be an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}", argument="networks"
+            "must be an nn.Module or a non-empty list of nn.Modules, got an empty list.", argument="networks"
         )
-    for one in given:
-        check_network(one)
-    models = [unwrapped(one) for one in given]
+    models = []
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise _not_a_network(module)
+        check_network(module)
+        models.append(unwrapped(module))
     functions = [logits] * len(models) if logits is None or callable(logits) else list(logits)
     if len(functions) != len(models) or not (logits is None or all(map(callable, functions))):
         raise OptionError(
@@ -93,23 +80,40 @@ def as_networks(
             f"a list of {len(models)} such functions; got {logits!r}.",
             argument="logits",
         )
-    pairs = combinations(zip(models, functions, strict=True), 2)
-    if any(first is second and _are_copies(one, two) for (one, first), (two, second) in pairs):
-        warn(
-            "the same network was passed more than once. Copies always agree, so the mixture is no better than a single network."
+    for first, second in combinations(range(len(models)), 2):
+        if functions[first] is functions[second] and _are_copies(models[first], models[second]):
+            warn(
+                "the same network was passed more than once. Copies always agree, so the mixture is no better than a single network."
+            )
+            break
+    pairs = zip(models, functions, strict=True)
+    return [model if function is None else LogitsOf(model, function) for model, function in pairs]
+
+
+def _not_a_network(value: Any) -> OptionError:
+    got = type(value).__name__
+    remedy = ""
+    if isinstance(value, (str, Path)):
+        got = f"a file name, {str(value)!r}"
+        remedy = (
+            f" Build the network and load its weights first: network.load_state_dict(torch.load({str(value)!r}, "
+            f"weights_only=True)). The command `molaplace fit` accepts such files directly."
         )
-    if logits is None:
-        return models
-    return [
-        LogitsOf(model, function) for model, function in zip(models, functions, strict=True) if function is not None
-    ]
+    elif isinstance(value, Mapping):
+        got = "a state dict"
+        remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network itself."
+    message = f"must be an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}"
+    return OptionError(message, argument="networks")
 
 
-def _are_copies(one: nn.Module, two: nn.Module) -> bool:
-    own, other = list(one.parameters()), list(two.parameters())
-    alike = bool(own) and [values.shape for values in own] == [values.shape for values in other]
-    pairs = zip(own, other, strict=True)
-    return one is two or (alike and all(mine is theirs or torch.equal(mine, theirs.to(mine)) for mine, theirs in pairs))
+def _are_copies(first: nn.Module, second: nn.Module) -> bool:
+    left = list(first.parameters())
+    right = list(second.parameters())
+    if first is second:
+        return True
+    if not left or [values.shape for values in left] != [values.shape for values in right]:
+        return False
+    return all(torch.equal(values, others.to(values)) for values, others in zip(left, right, strict=True))
 
 
 def fit(
@@ -170,9 +174,11 @@ def fit(
         OptionError: if an argument is invalid. Unsuitable networks raise `HeadError`, and unsuitable batches raise `DataError`.
     """
     team = Team.single() if team is None else team
-    models, likelihood = as_networks(networks, logits), as_likelihood(likelihood)
+    models = as_networks(networks, logits)
+    likelihood = as_likelihood(likelihood)
+    structure = as_structure(structure)
+    link = as_link(link, likelihood)
     count = len(models)
-    chosen_structure, chosen_link = as_structure(structure), as_link(link, likelihood)
     weighting = check_weighting(weights, count)
     settings = Settings(tuple(per_component(prior_precision, count, "prior_precision")))
     names = per_component(head, count, "head")
@@ -195,55 +201,49 @@ def fit(
         as_rule(rule, likelihood, val_loader)
     if team.size > 1:
         check_sampler(train_loader)
-        if not chosen_structure.additive:
+        if not structure.additive:
             raise OptionError(
                 "a running average depends on the order of the batches and cannot be computed by several processes. "
                 "Use running_average=None."
             )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
 
-    def sums_of(layer: Head, phi: Tensor, outputs: Tensor, labels: Tensor | None) -> Sums:
-        tensors = chosen_structure.sums(phi, likelihood.curvature(outputs, labels))
-        log_likelihood = None
-        if labels is not None:
-            labels = labels.to(outputs.device)
-            later = likelihood.label_sums(
-                outputs, labels
-            )  # sums for computing the log-likelihood later, if it cannot be computed yet
-            tensors |= later
-            log_likelihood = 0.0 if later else float(likelihood.log_likelihood(outputs, labels).sum())
-        if distances:
-            groups, number = likelihood.group(outputs, labels), likelihood.num_groups(outputs.shape[1])
-            tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
-        return Sums(tensors, len(phi), log_likelihood)
-
-    def batch_sums(batch: Captured) -> list[Sums]:
-        parts = [Sums({}) for _ in heads]
+    def sums_of(batch: Captured) -> list[Sums]:
+        batch_sums = [Sums({}) for _ in heads]
         for rows in batch.chunks():
-            for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
-                own = sums_of(layer, phi, outputs, rows.labels)
+            for index, layer in enumerate(heads):
+                sums = _chunk_sums(
+                    structure,
+                    likelihood,
+                    rows.phi[index],
+                    rows.outputs[index],
+                    rows.labels,
+                    layer.inputs if distances else None,
+                )
                 # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
                 # would otherwise accumulate.
-                parts[k] = own if len(rows) == len(batch) else parts[k] + own
-        return parts
+                batch_sums[index] = sums if len(rows) == len(batch) else batch_sums[index] + sums
+        return batch_sums
 
     # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         heads, batches = _find_heads(models, names, train_loader, likelihood, team)
-        heads = [replace(one, ignore_index=ignore_index) for one in heads]
-        check_size(chosen_structure, [one.width for one in heads], heads[0].outputs)
+        heads = [replace(layer, ignore_index=ignore_index) for layer in heads]
+        check_size(structure, [layer.width for layer in heads], heads[0].outputs)
         needs_checksums = checkpoint is not None or team.size > 1
         identity = {
-            "networks": [state_checksum(one) for one in models] if needs_checksums else [],
-            "heads": [[one.name, one.outputs, one.width, one.every_position, one.dense_axes] for one in heads],
-            "structure": {"name": chosen_structure.name, **chosen_structure.settings()},
+            "networks": [state_checksum(model) for model in models] if needs_checksums else [],
+            "heads": [
+                [layer.name, layer.outputs, layer.width, layer.every_position, layer.dense_axes] for layer in heads
+            ],
+            "structure": {"name": structure.name, **structure.settings()},
             "likelihood": {"name": likelihood.name, **likelihood.settings()},
             "options": [distances, positions, ignore_index],
         }
         team.agree(identity, "fit")
         done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
-        devices = [float64_device(one.layer.weight.device) for one in heads]
-        done.sums = [total.to(device) for total, device in zip(done.sums, devices, strict=True)]
+        pairs = zip(done.sums, heads, strict=True)
+        done.sums = [total.to(float64_device(layer.layer.weight.device)) for total, layer in pairs]
         for batch in stream(
             models,
             heads,
@@ -260,28 +260,27 @@ def fit(
         ):
             if len(batch):
                 # Do not store the batch's sums in a variable: they are as large as the totals and would stay in memory after the loop.
-                done.sums = [
-                    chosen_structure.accumulate(*pair) for pair in zip(done.sums, batch_sums(batch), strict=True)
-                ]
-            done.batches, done.inputs = done.batches + 1, done.inputs + batch.layout.inputs
+                done.sums = [structure.accumulate(*pair) for pair in zip(done.sums, sums_of(batch), strict=True)]
+            done.batches += 1
+            done.inputs += batch.layout.inputs
             done.used_inputs += batch.used_inputs
             checkpoints.save(identity, done)
         checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
-        totals = [sum_over_processes(one.to("cpu"), team) for one in done.sums]
+        totals = [sum_over_processes(sums.to("cpu"), team) for sums in done.sums]
         if totals[0].count == 0:
             raise DataError("the training loader contains no known labels. At least one label is needed.")
         if positions == "average" and heads[0].dense_axes:
             number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
-            totals = [one.scaled(number / one.count, number) for one in totals]
+            totals = [total.scaled(number / total.count, number) for total in totals]
         components = []
         for network, layer, total in zip(models, heads, totals, strict=True):
             # In regression, this call estimates the noise from the sums unless the noise is given.
             fitted = likelihood.fitted(total)
-            solved = LastLayer.solve(chosen_structure, total, layer.weights(), fitted)
+            solved = LastLayer.solve(structure, total, layer.weights(), fitted)
             components.append(Component(network, layer, solved, fitted))
     if likelihood.classification:
         _warn_of_empty_classes(totals[0])
-    posterior = MoLA(components, settings, link=chosen_link, weights=weighting)
+    posterior = MoLA(components, settings, link=link, weights=weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
     checkpoints.remove()
@@ -307,31 +306,55 @@ def _find_heads(
     if first is not None:
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         heads = find_heads(networks, names, inputs, likelihood)
-    own = None if heads is None else [(one.name, one.every_position, one.dense_axes) for one in heads]
-    known = next((one for one in team.collect(own) if one is not None), None)
-    if known is None:
+    descriptions = [(head.name, head.every_position, head.dense_axes) for head in heads or ()]
+    descriptions = next((others for others in team.collect(descriptions) if others), [])
+    if not descriptions:
         raise DataError("the training loader is empty on every rank. Pass at least one batch.")
     if heads is None:
         heads = [
             replace(head_by_name(network, name), every_position=every_position, dense_axes=dense_axes)
-            for network, (name, every_position, dense_axes) in zip(networks, known, strict=True)
+            for network, (name, every_position, dense_axes) in zip(networks, descriptions, strict=True)
         ]
     return heads, batches
 
 
-def sum_over_processes(own: Sums, team: Team) -> Sums:
+def _chunk_sums(
+    structure: Structure,
+    likelihood: Likelihood,
+    phi: Tensor,
+    outputs: Tensor,
+    labels: Tensor | None,
+    distance_width: int | None,
+) -> Sums:
+    # Return the sums of one network over one chunk of rows. Distances use the first `distance_width` features, if any.
+    tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
+    log_likelihood = None
+    if labels is not None:
+        labels = labels.to(outputs.device)
+        # Some likelihoods can compute the log-likelihood only after the fit, from these sums.
+        label_sums = likelihood.label_sums(outputs, labels)
+        tensors |= label_sums
+        log_likelihood = 0.0 if label_sums else float(likelihood.log_likelihood(outputs, labels).sum())
+    if distance_width is not None:
+        groups = likelihood.group(outputs, labels)
+        num_groups = likelihood.num_groups(outputs.shape[1])
+        tensors |= distance_sums(phi[:, :distance_width], groups, num_groups, predicted=labels is None)
+    return Sums(tensors, len(phi), log_likelihood)
+
+
+def sum_over_processes(sums: Sums, team: Team) -> Sums:
     """Add up the sums from all processes."""
     if team.size == 1:
-        return own
+        return sums
     # A process without data has no sums, so it takes the shapes from the other processes.
     shapes: dict[str, list[int]] = {}
-    for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
-        shapes |= known
+    for rank_shapes in team.collect({name: list(tensor.shape) for name, tensor in sums.tensors.items()}):
+        shapes |= rank_shapes
     parts = [
-        own.tensors.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
+        sums.tensors.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
     ]
-    labelled = all(team.collect(own.log_likelihood is not None or own.count == 0))
-    scalars = torch.tensor([float(own.count), own.log_likelihood or 0.0], dtype=torch.float64, device="cpu")
+    labelled = all(team.collect(sums.log_likelihood is not None or sums.count == 0))
+    scalars = torch.tensor([float(sums.count), sums.log_likelihood or 0.0], dtype=torch.float64, device="cpu")
     scalars, *summed = team.sum([scalars, *parts])
     tensors = dict(zip(shapes, summed, strict=True))
     return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)

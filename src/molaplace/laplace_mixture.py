@@ -359,15 +359,15 @@ class LaplaceMixture(Predictor):
             raise OptionError(
                 f"likelihood {self.likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
             )
-        given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
-        if given is None:
+        if noise is None:
             raise OptionError(
                 "must be one number, or one for each output; got None. To choose the noise automatically, use "
                 "posterior.tune(val_loader).",
                 argument="noise",
             )
-        table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
-        rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
+        levels: Any = noise.tolist() if hasattr(noise, "tolist") else noise
+        table = isinstance(levels, (list, tuple)) and any(hasattr(row, "__len__") for row in levels)
+        rows = per_component(levels, len(self.components), "noise") if table else [levels] * len(self.components)
         components = []
         for component, row in zip(self.components, rows, strict=True):
             likelihood = replace(component.likelihood, noise=row, estimated=False)  # type: ignore[type-var]

@@ -124,7 +124,8 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
 
 
 def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
-    place, remedy = f"predictors[{index}]", "If the network returns logits, pass it to mola.ensemble or mola.fit."
+    place = f"predictors[{index}]"
+    remedy = "If the network returns logits, pass it to mola.ensemble or mola.fit."
     try:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -72,19 +73,21 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
     Returns:
         Weights (K,) in float64, whose mean log-likelihood is within 1e-10 nats of the optimum.
     """
-    count, tiny = likelihoods.shape[1], torch.finfo(torch.float64).tiny
+    count = likelihoods.shape[1]
+    tiny = torch.finfo(torch.float64).tiny
     # Divide by the best component's likelihood to avoid underflow; this does not move the optimum.
     best = likelihoods.double().amax(1, keepdim=True).clamp_min(tiny)
     ratios = (likelihoods.double() / best).clamp_min(tiny)
-    weights, barrier = uniform_weights(count), 1.0
+    weights = uniform_weights(count)
+    barrier = 1.0
     while barrier * count > STACKING_GAP:
         barrier *= 0.2
         for _ in range(50):
             step, decrement = _newton_step(ratios, weights, barrier)
-            moved = _line_search(ratios, weights, step, barrier)
-            if decrement < 1e-9 * barrier or torch.equal(moved, weights):
+            updated = _line_search(ratios, weights, step, barrier)
+            if decrement < 1e-9 * barrier or torch.equal(updated, weights):
                 break
-            weights = moved
+            weights = updated
     return weights / weights.sum()
 
 
@@ -98,17 +101,22 @@ def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts:
         evaluate: function that maps weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.
         starts: weights to start from.
     """
-    found = []
+    best = starts[0]
+    best_score = -math.inf
     for start in starts:
-        weights, (likelihoods, score) = start, evaluate(start)
+        weights = start
+        likelihoods, score = evaluate(start)
         while True:
-            moved = stacking_weights(likelihoods)
-            likelihoods, raised = evaluate(moved)
-            if raised <= score + STACKING_GAP:
+            updated = stacking_weights(likelihoods)
+            likelihoods, updated_score = evaluate(updated)
+            if updated_score <= score + STACKING_GAP:
                 break
-            weights, score = moved, raised
-        found.append((weights, score))
-    return max(found, key=lambda pair: pair[1])[0]
+            weights = updated
+            score = updated_score
+        if score > best_score:
+            best = weights
+            best_score = score
+    return best
 
 
 def _objective(ratios: Tensor, weights: Tensor, barrier: float) -> float:
@@ -129,11 +137,12 @@ def _newton_step(ratios: Tensor, weights: Tensor, barrier: float) -> tuple[Tenso
 
 def _line_search(ratios: Tensor, weights: Tensor, step: Tensor, barrier: float) -> Tensor:
     limit = float((-weights[step < 0] / step[step < 0]).min()) if bool((step < 0).any()) else float("inf")
-    size, start = min(1.0, 0.99 * limit), _objective(ratios, weights, barrier)
+    size = min(1.0, 0.99 * limit)
+    start = _objective(ratios, weights, barrier)
     while size > 1e-12:
-        moved = weights + size * step
-        moved = moved / moved.sum()
-        if _objective(ratios, moved, barrier) >= start:
-            return moved
+        updated = weights + size * step
+        updated = updated / updated.sum()
+        if _objective(ratios, updated, barrier) >= start:
+            return updated
         size /= 2
     return weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,16 @@ class Signature:
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
         """Return the signature of a batch; positional arguments are named after the parameters of the network's `forward`."""
-        kind, tensors = "tensor", {"input": example}
+        kind = "tensor"
+        tensors: dict[str, Any] = {"input": example}
         if isinstance(example, Mapping):
-            kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
+            kind = "mapping"
+            tensors = {key: value for key, value in example.items() if key != LABELS}
         elif isinstance(example, (tuple, list)):
+            kind = "tuple"
             known = list(signature_of(network).parameters)
-            names = (known[place] if place < len(known) else f"input_{place}" for place in range(len(example)))
-            kind, tensors = "tuple", dict(zip(names, example, strict=True))
+            names = [*known, *(f"input_{index}" for index in range(len(known), len(example)))]
+            tensors = dict(zip(names, example, strict=False))
         if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise DataError(
                 f"must be one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
@@ -55,7 +58,10 @@ class Signature:
                 argument="example",
             )
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
+        if (
+            any(not shape or shape[0] == 0 for shape in shapes.values())
+            or len({shape[0] for shape in shapes.values()}) > 1
+        ):
             raise DataError(
                 f"must be tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}.",
                 argument="example",

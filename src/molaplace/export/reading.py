@@ -84,7 +84,7 @@ class LoadedExport:
         try:
             return dict(self._run(tensors))
         except Exception as error:
-            shapes = {name: tuple(one.shape) for name, one in zip(self.signature.names, tensors, strict=True)}
+            shapes = {name: tuple(values.shape) for name, values in zip(self.signature.names, tensors, strict=True)}
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
             raise DataError(
                 f"the exported file does not accept inputs with shapes {shapes} and dtypes {kinds}: {reason(error)}"
@@ -100,7 +100,7 @@ class LoadedExport:
             Boolean tensors, one for each threshold in the file: "outlying" and "answer" of shape (n,), and "set" of shape (n, C).
             "answer" is false for outliers.
         """
-        found: dict[str, Tensor] = {}
+        decisions: dict[str, Tensor] = {}
         for name, threshold, output in DECISIONS:
             limit = self.document[threshold]
             if limit is None:
@@ -111,10 +111,10 @@ class LoadedExport:
                     f"when exporting the posterior."
                 )
             values = outputs[output].double()
-            found[name] = values >= limit if name == "set" else values > limit
-        if "answer" in found and "outlying" in found:
-            found["answer"] &= ~found["outlying"]
-        return found
+            decisions[name] = values >= limit if name == "set" else values > limit
+        if "answer" in decisions and "outlying" in decisions:
+            decisions["answer"] &= ~decisions["outlying"]
+        return decisions
 
 
 def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
@@ -178,12 +178,13 @@ def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
         raise StorageError(
             f"{path} is not an ONNX file that this version of onnxruntime can run: {reason(error)}."
         ) from error
-    inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
+    inputs = [value.name for value in session.get_inputs()]
+    outputs = [value.name for value in session.get_outputs()]
 
     def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         arrays = [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
-        found = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
-        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+        results = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
+        return {name: torch.from_numpy(values) for name, values in zip(outputs, results, strict=True)}
 
     return run, session.get_modelmeta().custom_metadata_map
 

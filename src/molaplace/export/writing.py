@@ -165,19 +165,20 @@ def _write(
         write_atomically(path, content)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}. No file was written.") from error
-    nodes, signature = {node.name: node for node in program.graph.nodes}, program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    signature = program.graph_signature
     inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
     outputs = _named([nodes[str(name)] for name in signature.user_outputs], graph.outputs)
     return Written(path, len(content), inputs, outputs, differences, document)
 
 
 def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
-    found = []
+    tensors = []
     for node, name in zip(nodes, names, strict=True):
         value = node.meta["val"]
         shape = tuple(size if isinstance(size, int) else "batch" for size in value.shape)
-        found.append(NamedTensor(name, str(value.dtype).removeprefix("torch."), shape))
-    return tuple(found)
+        tensors.append(NamedTensor(name, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(tensors)
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------
@@ -225,9 +226,9 @@ def trace(
                 argument="classes",
             )
         # Trace with two rows, because torch.export treats a size of 1 as a constant.
-        program = _program(
-            graph, tuple(one[torch.arange(2, device="cpu") % len(one)].detach().clone() for one in tensors)
-        )
+        indices = [torch.arange(2, device="cpu") % len(tensor) for tensor in tensors]
+        pairs = zip(tensors, indices, strict=True)
+        program = _program(graph, tuple(tensor[rows].detach().clone() for tensor, rows in pairs))
     # Return the description as it will be read from the file, with tuples converted to lists.
     return program, graph, json.loads(json.dumps({"classes": names, **_describe(graph)}))
 
@@ -337,7 +338,8 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
         ) from error
     model = written.model
     model.metadata_props.update(properties)
-    model.producer_name, model.producer_version = "molaplace", json.loads(properties[f"{PREFIX}version"])
+    model.producer_name = "molaplace"
+    model.producer_version = json.loads(properties[f"{PREFIX}version"])
     model.doc_string = (
         "A mixture of Laplace approximations with predictive uncertainty. The molaplace.* properties describe the file."
     )
@@ -346,7 +348,8 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # remove the source lines and file paths that the exporter stores
         node.doc_string = None
-    size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
+    constants = [value.const_value for value in model.graph.initializers.values()]
+    size = sum(constant.nbytes for constant in constants if constant is not None)
     if size > LARGEST:
         raise ExportError(
             f"the networks have {size / 1e9:.2f} GB of weights, but an ONNX file can contain at most 2 GB. Use float16=True or "
@@ -369,10 +372,11 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
     limit = FLOAT16_TOLERANCE if graph.float16 else TOLERANCE
     worst = dict.fromkeys(graph.outputs, 0.0)
     for seed, rows in enumerate(BATCHES):
-        tensors = [_varied(one, rows, seed) for one in graph.signature.tensors(example)]
-        prediction, found = graph.held[0].predict(graph.network_inputs(tensors)), run(tensors)
+        tensors = [_varied(tensor, rows, seed) for tensor in graph.signature.tensors(example)]
+        prediction = graph.held[0].predict(graph.network_inputs(tensors))
+        outputs = run(tensors)
         for name in graph.outputs:
-            worst[name] = max(worst[name], _difference(prediction, found[name], name, limit))
+            worst[name] = max(worst[name], _difference(prediction, outputs[name], name, limit))
     wrong = ", ".join(f"{name} by {value:.2g}" for name, value in worst.items() if value > limit)
     if wrong:
         remedy = (
@@ -390,23 +394,23 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
     # Return rows of the example plus noise with the example's standard deviation; for bytes, return random bytes.
     generator = torch.Generator("cpu").manual_seed(seed)
-    picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
-    if picked.is_floating_point():
-        noise = torch.randn(picked.shape, generator=generator, dtype=torch.float32, device="cpu")
-        return picked + (noise * (float(example.detach().float().std(correction=0)) or 1.0)).to(picked.dtype)
-    if picked.dtype == torch.uint8:
-        return torch.randint(256, picked.shape, generator=generator, dtype=torch.uint8, device="cpu")
-    return picked
+    batch = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
+    if batch.is_floating_point():
+        noise = torch.randn(batch.shape, generator=generator, dtype=torch.float32, device="cpu")
+        return batch + (noise * (float(example.detach().float().std(correction=0)) or 1.0)).to(batch.dtype)
+    if batch.dtype == torch.uint8:
+        return torch.randint(256, batch.shape, generator=generator, dtype=torch.uint8, device="cpu")
+    return batch
 
 
-def _difference(prediction: Any, found: Tensor, name: str, limit: float) -> float:
+def _difference(prediction: Any, actual: Tensor, name: str, limit: float) -> float:
     expected = getattr(prediction, name).double()
     if name == "label":
         best, second = prediction.distribution.choices.double().topk(2).values.unbind(-1)
-        return float(((found != expected) & prediction.in_layout(best - second >= limit)).double().max())
+        return float(((actual != expected) & prediction.in_layout(best - second >= limit)).double().max())
     unit = 1.0
     if not prediction.likelihood.classification and name not in ("ood_score", "distance"):
         deviation = float(prediction.std.max())
         unit = deviation if name in ("mean", "std", "component_mean") else deviation**2
-    difference = (found.double() - expected).abs() / expected.abs().clamp_min(unit)
+    difference = (actual.double() - expected).abs() / expected.abs().clamp_min(unit)
     return float(difference.nan_to_num(nan=torch.inf).max())

@@ -24,6 +24,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from molaplace.errors import StructureTooLargeError
 from molaplace.likelihoods.base import OutputCurvature
@@ -110,8 +111,7 @@ class Curvature(ABC):
 
     def to(self, device: torch.device) -> Self:
         """Return the same curvature on another device."""
-        fields: Any = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")}
-        return replace(self, **fields)
+        return replace(self, **tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, vars(self)))
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -134,9 +134,9 @@ class Curvature(ABC):
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw random offsets (count, C, P) to add to the trained weights."""
 
+    @abstractmethod
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
-        return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
 
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
@@ -149,6 +149,10 @@ class Curvature(ABC):
 
 class LayerCurvature(Curvature):
     """The curvature of a last layer, whose weights (C, P) multiply the features."""
+
+    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
+        return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
 
     @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:

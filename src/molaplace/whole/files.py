@@ -58,7 +58,8 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
         The posterior. Raises `StorageError` if the files are damaged or a network differs from the one that was fitted.
     """
     document, tensors = read_folder(directory, KIND, SCHEMA)
-    models, parts = as_networks(networks), document["components"]
+    models = as_networks(networks)
+    parts = document["components"]
     check_networks(models, [part["network"] for part in parts])
     try:
         chosen = [tensors.pop(f"{index}.{CHOSEN}", None) for index in range(len(parts))]

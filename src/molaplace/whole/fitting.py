@@ -83,21 +83,23 @@ def fit(
             and all processes return the same posterior, fitted to all data.
         progress: show a progress bar if stderr is a terminal.
     """
-    team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
-    if meaning != CATEGORICAL:
+    team = Team.single() if team is None else team
+    likelihood = as_likelihood(likelihood)
+    if likelihood != CATEGORICAL:
         raise OptionError(
-            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which covers the last layer "
+            f"likelihood {likelihood.name!r}: mola.whole.fit supports classification only. Use mola.fit, which covers the last layer "
             f"only."
         )
     models = as_networks(networks)
-    name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
+    name = _check_structure(structure, subnetwork)
+    link = as_link(link, likelihood)
     weighting = check_weighting(weights, len(models))
     settings = Settings(tuple(per_component(prior_precision, len(models), "prior_precision")))
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
     if rule is not None or val_loader is not None:
-        as_rule(rule, meaning, val_loader)
+        as_rule(rule, likelihood, val_loader)
     if subnetwork is not None and iter(train_loader) is train_loader:
         raise DataError(
             "a subnetwork needs two passes over the training data, but the loader is an iterator. Pass a DataLoader or a list of "
@@ -109,25 +111,29 @@ def fit(
         first, batches = peek(train_loader, "training loader")
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         layouts, classes = _layouts(models, inputs, factored=name == "kron")
-        identity = {"networks": [state_checksum(one) for one in models] if team.size > 1 else []}
-        team.agree({**identity, "layouts": [asdict(one) for one in layouts], "structure": [name, subnetwork]}, "fit")
+        identity = {
+            "networks": [state_checksum(network) for network in models] if team.size > 1 else [],
+            "layouts": [asdict(layout) for layout in layouts],
+            "structure": [name, subnetwork],
+        }
+        team.agree(identity, "fit")
         structures = [WholeStructure(layout, classes, name) for layout in layouts]
-        sizes = [one.total if subnetwork is None else _subnetwork_size(one.total, subnetwork) for one in layouts]
+        sizes = [layout.total for layout in layouts]
+        if subnetwork is not None:
+            sizes = [_subnetwork_size(size, subnetwork) for size in sizes]
         check_size(structures[0], sizes, classes)
         if subnetwork is not None:
             diagonals = [WholeStructure(layout, classes, "diag") for layout in layouts]
-            before = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
-            structures = [
-                WholeStructure(
-                    replace(layout, chosen=_largest_variances(sums.tensors["rest"], size)), classes, "subnetwork"
-                )
-                for layout, sums, size in zip(layouts, before, sizes, strict=True)
-            ]
+            diagonal_sums = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
+            structures = []
+            for layout, sums, size in zip(layouts, diagonal_sums, sizes, strict=True):
+                chosen = _largest_variances(sums.tensors["rest"], size)
+                structures.append(WholeStructure(replace(layout, chosen=chosen), classes, "subnetwork"))
             batches = iter(train_loader)
-        sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
-        parts = zip(models, structures, sums, strict=True)
-        components = [make_component(*part, meaning) for part in parts]
-    posterior = WholeMoLA(components, settings, link=chosen_link, weights=weighting)
+        totals = _sum_up(models, structures, batches, train_loader, team, progress=progress)
+        triples = zip(models, structures, totals, strict=True)
+        components = [make_component(network, structure, sums, likelihood) for network, structure, sums in triples]
+    posterior = WholeMoLA(components, settings, link=link, weights=weighting)
     if val_loader is None and rule is None:
         return posterior
     return posterior.tune(val_loader, rule=rule, progress=progress, team=team)
@@ -164,7 +170,9 @@ def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
 
 
 def _layouts(networks: Sequence[nn.Module], inputs: Inputs, *, factored: bool) -> tuple[list[WeightLayout], int]:
-    layouts, classes, size = [], [], size_of(inputs)
+    layouts = []
+    classes = []
+    size = size_of(inputs)
     for index, network in enumerate(networks):
         with located(f"batch 0 of the training loader, networks[{index}]"):
             outputs = call(network, inputs)
@@ -190,34 +198,37 @@ def _sum_up(
     *,
     progress: bool,
 ) -> list[Sums]:
-    totals, labelled = [Sums({}) for _ in networks], None
-    shown: dict[str, Any] = {"total": batch_count(loader), "disable": None if progress else True, "leave": False}
-    for index, raw in enumerate(tqdm(batches, desc="training loader", **shown)):
-        place = f"batch {index} of the training loader"
-        batch = as_batch(raw, place)
+    totals = [Sums({}) for _ in networks]
+    labelled = None
+    disable = None if progress else True
+    bar = tqdm(batches, desc="training loader", total=batch_count(loader), disable=disable, leave=False)
+    for index, raw in enumerate(bar):
+        where = f"batch {index} of the training loader"
+        batch = as_batch(raw, where)
         if labelled not in (None, batch.labels is not None):
-            raise DataError(f"{place} {'has no' if labelled else 'has'} labels, unlike the batches before it.")
+            raise DataError(f"{where} {'has no' if labelled else 'has'} labels, unlike the batches before it.")
         labelled = batch.labels is not None
         for position, (network, structure) in enumerate(zip(networks, structures, strict=True)):
-            with located(f"{place}, networks[{position}]"):
-                own = _batch_sums(network, structure, batch.inputs, batch.labels, place)
-            totals[position] += own
-    return [sum_over_processes(one, team) for one in totals]
+            with located(f"{where}, networks[{position}]"):
+                totals[position] += _batch_sums(network, structure, batch.inputs, batch.labels, where)
+    return [sum_over_processes(total, team) for total in totals]
 
 
 def _batch_sums(
-    network: nn.Module, structure: WholeStructure, inputs: Inputs, labels: Tensor | None, place: str
+    network: nn.Module, structure: WholeStructure, inputs: Inputs, labels: Tensor | None, where: str
 ) -> Sums:
-    size, step = size_of(inputs), structure.layout.data_at_once(structure.outputs)
-    total, found = Sums({}), []
+    size = size_of(inputs)
+    step = structure.layout.data_at_once(structure.outputs)
+    total = Sums({})
+    chunks = []
     for start in range(0, size, step):
         part = some_of(inputs, slice(start, start + step), size)
         outputs, rows = structure.rows(network, part, curvature_roots)
         check_finite(outputs[:, :0], outputs)
-        found.append(outputs)
-        total += Sums({key: one.cpu() for key, one in structure.sums(rows).items()}, len(outputs))
+        chunks.append(outputs)
+        total += Sums({name: values.cpu() for name, values in structure.sums(rows).items()}, len(outputs))
     if labels is None:
         return Sums(total.tensors, total.count, None)
-    logits = torch.cat(found)
-    log_likelihood = CATEGORICAL.log_likelihood(logits, CATEGORICAL.check_labels(labels, logits, place)).sum()
+    logits = torch.cat(chunks)
+    log_likelihood = CATEGORICAL.log_likelihood(logits, CATEGORICAL.check_labels(labels, logits, where)).sum()
     return Sums(total.tensors, total.count, float(log_likelihood))

@@ -155,25 +155,27 @@ def jacobians(
 
     There is one tensor of derivatives for each named parameter.
     """
-    size, tensors = size_of(inputs), _tensors(network)
+    size = size_of(inputs)
+    tensors = _tensors(network)
     leaves, form = tree_flatten(tree_map(_single, inputs))
     batched = [_is_batched(leaf, size) for leaf in leaves]
 
     def logits(free: dict[str, Tensor], *rows: Any) -> tuple[Tensor, Tensor]:
-        given = [row[None] if many else row for row, many in zip(rows, batched, strict=True)]
-        found = _call(network, tensors | free, tree_unflatten(given, form))[0]
-        along = directions(to_float64(found.detach()[None]))[0]
-        return along.to(found) @ found, found
+        datum = [row[None] if many else row for row, many in zip(rows, batched, strict=True)]
+        outputs = _call(network, tensors | free, tree_unflatten(datum, form))[0]
+        along = directions(to_float64(outputs.detach()[None]))[0]
+        return along.to(outputs) @ outputs, outputs
 
-    places = (None, *(0 if many else None for many in batched))
+    axes = (None, *(0 if many else None for many in batched))
+    differentiated = {name: tensors[name] for name in names}
     try:
-        found, outputs = vmap(jacrev(logits, has_aux=True), places)({name: tensors[name] for name in names}, *leaves)
+        derivatives, outputs = vmap(jacrev(logits, has_aux=True), axes)(differentiated, *leaves)
     except (RuntimeError, ValueError, DataError) as error:
         raise DataError(
             f"{type(network).__name__} cannot be differentiated datum by datum with respect to {names[0]!r}: {error}. Freeze such "
             f"parameters with requires_grad_(False), or use mola.fit, which needs only the last layer."
         ) from error
-    return to_float64(outputs), found
+    return to_float64(outputs), derivatives
 
 
 class Factors(NamedTuple):
@@ -204,15 +206,16 @@ def layer_factors(
     """
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
 
-    def watch(own: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        def hook(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-            own.append((given[0].detach().clone(), output))
+    def recording_in(layer_calls: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        def hook(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+            layer_calls.append((arguments[0].detach().clone(), output))
             return output.clone()  # the next module may change its input in place
 
         return hook
 
     modules = [network.get_submodule(name) for name in layers]
-    handles = [module.register_forward_hook(watch(own)) for module, own in zip(modules, calls, strict=True)]
+    hooks = zip(modules, calls, strict=True)
+    handles = [module.register_forward_hook(recording_in(layer_calls)) for module, layer_calls in hooks]
     tensors = _tensors(network)
     for name, _ in network.named_parameters():
         tensors[name].requires_grad_()
@@ -222,30 +225,31 @@ def layer_factors(
         for handle in handles:
             handle.remove()
     outputs = to_float64(logits.detach())
-    once = [own[0] if len(own) == 1 and _is_batched(own[0][0], len(logits)) else None for own in calls]
-    wanted, along = [own[1] for own in once if own is not None], directions(outputs).to(logits).unbind(1)
+    recorded = [
+        layer_calls[0] if len(layer_calls) == 1 and _is_batched(layer_calls[0][0], len(logits)) else None
+        for layer_calls in calls
+    ]
+    layer_outputs = [call[1] for call in recorded if call is not None]
     keep: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = iter(
-        zip(*(torch.autograd.grad(logits, wanted, one, **keep) for one in along), strict=True) if wanted else ()
-    )
-    found: list[Factors | None] = []
-    for module, own in zip(modules, once, strict=True):
-        if own is None:
-            found.append(None)
-            continue
-        given, gradients = _by_position(module, own[0], next(rows))
-        constant = given.new_ones(len(given), int(module.bias is not None), given.shape[2])
-        found.append(Factors(to_float64(gradients), to_float64(torch.cat([given, constant], 1))))
-    return outputs, found
+    gradients = []
+    if layer_outputs:
+        along = directions(outputs).to(logits).unbind(1)
+        gradients = [torch.autograd.grad(logits, layer_outputs, direction, **keep) for direction in along]
+    by_layer = iter(zip(*gradients, strict=True))
+    pairs = zip(modules, recorded, strict=True)
+    return outputs, [None if call is None else _factors(module, call[0], next(by_layer)) for module, call in pairs]
 
 
-def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    # Return the layer's inputs (n, I, T) and gradients (n, R, O, T) at each position.
+def _factors(module: nn.Module, inputs: Tensor, gradients: Sequence[Tensor]) -> Factors:
+    # Arrange the layer's inputs, including the constant 1, and its gradients by position.
     if isinstance(module, nn.Conv2d):
         options: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
-        return nn.functional.unfold(given, *options), torch.stack([one.flatten(2) for one in gradients], 1)
-    given, *gradients = (one.reshape(len(one), -1, one.shape[-1]).mT for one in (given, *gradients))
-    return given, torch.stack(list(gradients), 1)
+        inputs = nn.functional.unfold(inputs, *options)
+        gradients = [values.flatten(2) for values in gradients]
+    else:
+        inputs, *gradients = (values.reshape(len(values), -1, values.shape[-1]).mT for values in (inputs, *gradients))
+    constant = inputs.new_ones(len(inputs), int(module.bias is not None), inputs.shape[2])
+    return Factors(to_float64(torch.stack(list(gradients), 1)), to_float64(torch.cat([inputs, constant], 1)))
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -269,22 +273,23 @@ def _exact_layers(network: nn.Module, free: Mapping[str, Tensor], inputs: Inputs
     # The product of factors is exact only for layers that are called exactly once and whose weights are used nowhere else.
     candidates = []
     for name, module in network.named_modules():
-        names = tuple(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))
+        prefix = f"{name}." if name else ""
+        names = tuple(prefix + parameter for parameter, _ in module.named_parameters(recurse=False))
         # Tied parameters are listed only under the first of their names.
-        if _is_plain(module) and all(one in free for one in names):
-            columns = sum(free[one].numel() for one in names) // len(free[names[0]])
+        if _is_plain(module) and all(parameter in free for parameter in names):
+            columns = sum(free[parameter].numel() for parameter in names) // len(free[names[0]])
             candidates.append(Block(names, len(free[names[0]]), columns, name))
     if not candidates:
         return []
-    found = layer_factors(network, [block.layer or "" for block in candidates], inputs, each_logit)[1]
+    factors = layer_factors(network, [block.layer or "" for block in candidates], inputs, each_logit)[1]
     expected = jacobians(network, [name for block in candidates for name in block.names], inputs, each_logit)[1]
-    kept = []
-    for block, factors in zip(candidates, found, strict=True):
-        if factors is not None:
+    layers = []
+    for block, block_factors in zip(candidates, factors, strict=True):
+        if block_factors is not None:
             exact = to_float64(block.matrix(expected, 2))
-            if torch.allclose(factors.product(), exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max())):
-                kept.append(block)
-    return kept
+            if torch.allclose(block_factors.product(), exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max())):
+                layers.append(block)
+    return layers
 
 
 def _is_plain(module: nn.Module) -> bool:

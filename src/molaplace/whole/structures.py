@@ -63,8 +63,8 @@ class WholeStructure(Structure):
         if layers:
             return self._factored_rows(network, layers, inputs, directions)
         names = [name for block in self.layout.blocks for name in block.names]
-        outputs, found = jacobians(network, names, inputs, directions)
-        flat = self.layout.flat(found, 2)
+        outputs, derivatives = jacobians(network, names, inputs, directions)
+        flat = self.layout.flat(derivatives, 2)
         if self.name in ("kron", "diag"):
             return outputs, JacobianRows([], flat)
         return outputs, JacobianRows([Factors(flat[..., None], flat.new_ones(len(flat), 1, 1))], flat[..., :0])
@@ -78,7 +78,7 @@ class WholeStructure(Structure):
         if others.blocks:
             names = [block.names[0] for block in others.blocks]
             rest = others.flat(jacobians(network, names, inputs, directions)[1], 2)
-        known = [one for one in factors if one is not None]
+        known = [layer_factors for layer_factors in factors if layer_factors is not None]
         if len(known) < len(layers):
             raise DataError(
                 f"layer {layers[factors.index(None)]!r} was called exactly once per pass during fitting, but not in this pass. "
@@ -91,27 +91,29 @@ class WholeStructure(Structure):
 
         The rows must be taken along the directions from `curvature_roots`.
         """
-        found = {"rest": phi.rest.square().sum((0, 1))}
+        sums = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
-            by_output, by_input = gradients.transpose(0, 2).flatten(1), inputs.transpose(0, 1).flatten(1)
-            found[f"gradients.{index}"] = by_output @ by_output.T
-            found[f"inputs.{index}"] = by_input @ by_input.T / inputs.shape[2]
-        return found
+            by_output = gradients.transpose(0, 2).flatten(1)
+            by_input = inputs.transpose(0, 1).flatten(1)
+            sums[f"gradients.{index}"] = by_output @ by_output.T
+            sums[f"inputs.{index}"] = by_input @ by_input.T / inputs.shape[2]
+        return sums
 
     def solve(self, sums: Sums) -> WholeCurvature:
         """Return the eigenvalues, and the eigenbases of both factors of each layer."""
-        bases, values = [], []
+        bases = []
+        values = []
         for index in range(len(sums.tensors) // 2):
-            above, left = eigensystem(sums.tensors[f"gradients.{index}"])
-            across, right = eigensystem(sums.tensors[f"inputs.{index}"] / sums.count)
+            output_values, left = eigensystem(sums.tensors[f"gradients.{index}"])
+            input_values, right = eigensystem(sums.tensors[f"inputs.{index}"] / sums.count)
             bases.append((left, right))
-            values.append(torch.outer(above, across).flatten())
-        every = torch.cat([*values, sums.tensors["rest"].cpu()])
-        return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
+            values.append(torch.outer(output_values, input_values).flatten())
+        values.append(sums.tensors["rest"].cpu())
+        return WholeCurvature(self.outputs, self.layout.size, torch.cat(values), tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the number of bytes that the sums and eigenbases occupy."""
-        squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
+        squares = sum(block.rows**2 + block.columns**2 for block in self.layout.blocks if block.layer is not None)
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
 
@@ -128,21 +130,16 @@ class WholeCurvature(Curvature):
     def coordinates(self, rows: JacobianRows) -> Tensor:
         """Return the Jacobian rows (n, R, D) in the eigenbasis. The factors are rotated before they are multiplied."""
         pairs = zip(rows.layers, self.bases, strict=True)
-        return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
+        rotated = [factors.product(left, right).flatten(2) for factors, (left, right) in pairs]
+        return torch.cat([*rotated, rows.rest], 2)
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
         """Convert coordinates (D,) in the eigenbasis to a deviation (D,) of the uncertain weights."""
         sizes = [len(left) * len(right) for left, right in self.bases]
         *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
         pairs = zip(self.bases, parts, strict=True)
-        return torch.cat(
-            [*((left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs), rest]
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """Return the same curvature on another device."""
-        bases = tuple((left.to(device), right.to(device)) for left, right in self.bases)
-        return replace(self, values=self.values.to(device), bases=bases)
+        rotated = [(left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs]
+        return torch.cat([*rotated, rest])
 
     @staticmethod
     def _centred(phi: Tensor, *, centred: bool) -> Tensor:
@@ -172,22 +169,23 @@ class WholeCurvature(Curvature):
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return draws with the centred covariance, computed from its Cholesky root in the basis of contrasts."""
         basis = contrasts(self.outputs).to(self.values)
-        seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
-        scale = seen.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(seen.dtype).tiny)
-        root = torch.linalg.cholesky(seen / scale + JITTER * torch.eye(self.noise_size).to(seen)) * scale.sqrt()
+        covariance = basis.T @ self.covariance(phi, precision, centred=True) @ basis
+        scale = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(covariance.dtype).tiny)
+        jitter = JITTER * torch.eye(self.noise_size).to(covariance)
+        root = torch.linalg.cholesky(covariance / scale + jitter) * scale.sqrt()
         return (noise @ root.mT) @ basis.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw deviations (count, D) of the uncertain weights from their trained values."""
         scale = self.inverse(precision).sqrt()
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
-        return torch.stack([self.rotated_back(one * scale) for one in noise])
+        return torch.stack([self.rotated_back(draw * scale) for draw in noise])
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the linearised logits under random draws of the weights."""
         scale = self.inverse(precision).sqrt()
         draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # drawn lazily
-        return torch.stack([phi @ one for one in draws], 1)
+        return torch.stack([phi @ draw for draw in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
