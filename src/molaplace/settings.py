@@ -231,7 +231,8 @@ class Reference:
 
     def _logs(self, name: str, like: Tensor) -> Tensor:
         # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
-        return like.new_tensor([math.log(getattr(scale, name) or 1.0) for scale in self.scales])[:, None]
+        values = [getattr(scale, name) for scale in self.scales]
+        return like.new_tensor([math.log(value) if value > 0 else 0.0 for value in values])[:, None]
 
     def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
         """Return the mean and standard deviation of each term of the outlier score for a mixture with weights (K,)."""

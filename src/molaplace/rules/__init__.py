@@ -6,12 +6,13 @@ from molaplace.options import one_of
 from molaplace.rules.calibrated import Calibrated
 from molaplace.rules.distance import PLAIN_RULES, Distance
 from molaplace.rules.evidence import Evidence
+from molaplace.rules.objective import Objective
 from molaplace.rules.outliers import Outliers
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.score import Score
 from molaplace.rules.threshold import Threshold
 
-__all__ = ["Calibrated", "Distance", "Evidence", "Outliers", "Rule", "Score", "Threshold", "Tuning"]
+__all__ = ["Calibrated", "Distance", "Evidence", "Objective", "Outliers", "Rule", "Score", "Threshold", "Tuning"]
 
 RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Calibrated()}
 """Tuning rules by name."""
