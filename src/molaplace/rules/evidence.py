@@ -34,7 +34,7 @@ class Evidence(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision and, for regression, the noise unless it was given."""
         networks = range(objective.num_networks)
-        free = objective.estimated_noise
+        free = objective.likelihood.estimated
         precisions: list[float] = []
         factors: list[float] = []
         for group in [networks] if self.shared else [[index] for index in networks]:

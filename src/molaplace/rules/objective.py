@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.likelihoods import Gaussian, Likelihood, Predictive
+from molaplace.likelihoods import Likelihood, Predictive
 from molaplace.links import Link
 from molaplace.metrics import bin_sums, calibration_gaps
 from molaplace.network import Rows
@@ -66,11 +66,6 @@ class Objective:
         """The validation data."""
         assert self.held_out is not None  # `as_rule` requires data for rules that use them
         return self.held_out
-
-    @property
-    def estimated_noise(self) -> bool:
-        """True if the noise of a regression posterior was estimated, so that rules may change it."""
-        return isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
 
     @property
     def num_networks(self) -> int:

@@ -124,7 +124,7 @@ def _tune_regression(objective: Objective, score: str, grid: Sequence[float] | N
     # Alternately choose the prior precision and, unless it was given, the noise. With a large data set, the score barely depends on
     # the prior precision, and the position of its minimum is arbitrary. Among equally good prior precisions, the value nearest to 1 is
     # chosen.
-    free = objective.estimated_noise
+    free = objective.likelihood.estimated
     factor = 1.0
     for _ in range(20):
         search = _search(objective.with_noise(factor), grid)
