@@ -292,7 +292,7 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
     [
         ("timm:any", "has no trained weights. Specify a weight file"),
         ("timm:any=nowhere.pt", "nowhere.pt with the weights of timm:any does not exist"),
-        ("no_such_module_here:build", "cannot import 'no_such_module_here'"),
+        ("no_such_module_here:build", "cannot import 'no_such_module_here"),
     ],
 )
 def test_names_that_cannot_be_used_are_refused(libraries, text, words):
