@@ -138,7 +138,7 @@ class Settings:
     @property
     def uses_distance(self) -> bool:
         """True if the distance exponent of any candidate is above 0."""
-        return bool(torch.as_tensor(self.exponent).gt(0).any())
+        return bool((self.exponent > 0).any()) if isinstance(self.exponent, Tensor) else self.exponent > 0
 
     @property
     def neutral(self) -> bool:

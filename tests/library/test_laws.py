@@ -43,12 +43,14 @@ class TestWhatDoesNotMatter:
             without.log_evidence()
 
     @pytest.mark.parametrize("way", ["inference mode", "default device"])
+    @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # untrained networks
     def test_surroundings(self, structure, way):
         inputs, labels = data()
         members = networks(2)
-        expected = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
+        batches = loader(inputs, labels, 7)
+        expected = mola.fit(members, batches, structure=structure).tune(rule="evidence").tune(batches)
         with torch.inference_mode() if way == "inference mode" else torch.device("meta"):
-            actual = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
+            actual = mola.fit(members, batches, structure=structure).tune(rule="evidence").tune(batches)
             probs = actual.predict(inputs).probs
         assert actual.prior_precision == expected.prior_precision
         assert torch.equal(probs, expected(inputs))

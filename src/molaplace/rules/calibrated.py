@@ -228,15 +228,15 @@ class Search:
             prior = (np.minimum(logs, 0) / SHARPENING) ** 2 / (2 * losses.shape[2])
             columns = (losses.mean(2).numpy() + prior).argmin(1)
             centres = logs[rows, columns]
-        chosen = replace(candidates, temperature=torch.as_tensor(np.exp(centres)))
+        chosen = replace(candidates, temperature=torch.from_numpy(np.exp(centres)))
         trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(columns)]
         self.tried += trials
         return trials
 
     def _losses(self, candidates: Settings, temperatures: np.ndarray) -> Tensor:
         # Return the log losses (S, t, n) of S candidates, each at its own t temperatures.
-        repeated = candidates[torch.arange(len(candidates)).repeat_interleave(temperatures.shape[1])]
-        losses = self.objective.scores(replace(repeated, temperature=torch.as_tensor(temperatures).flatten()))["nll"]
+        repeated = candidates[torch.arange(len(candidates), device="cpu").repeat_interleave(temperatures.shape[1])]
+        losses = self.objective.scores(replace(repeated, temperature=torch.from_numpy(temperatures).flatten()))["nll"]
         return losses.view(*temperatures.shape, -1)
 
 

@@ -43,7 +43,7 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     group = data.score_groups()
     mean = gap.mean()
     # The labels of one input are not independent, so the differences are first summed within each input.
-    total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
+    total = gap.new_zeros(int(group.max()) + 1).index_add_(0, group, gap - mean)
     if len(total) == 1:
         return float(mean), math.inf  # a standard error needs more than one input
     error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
