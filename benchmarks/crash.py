@@ -118,10 +118,10 @@ def predict(data: str) -> None:
 
 def fit_and_predict() -> None:
     torch.manual_seed(0)
-    save_weights(build_network("mlp", 5), Path("net.safetensors"))
+    save_weights(build_network("mlp", 10), Path("net.safetensors"))
     for name, count in (("train", 40), ("val", 40), ("test", 60), ("many", 600)):
         rng = np.random.default_rng(count)
-        np.savez(f"{name}.npz", x=rng.random((count, 1, 8, 8)).astype(np.float32), y=rng.integers(0, 5, count))
+        np.savez(f"{name}.npz", x=rng.random((count, 1, 8, 8)).astype(np.float32), y=rng.integers(0, 10, count))
     command("fit net.safetensors --network mlp --train train.npz --val val.npz --output fitted")
     predict("test")
 
