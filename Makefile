@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore test test-slow test-all test-numerical test-processors test-minimum test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore afresh test test-slow test-all test-numerical test-processors test-minimum test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
@@ -54,7 +54,10 @@ test: $(READY)  ## the tests, without those in a browser and the slow ones on re
 	$(PYTEST) -m 'not browser and not slow'
 
 test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
-	$(PYTEST) -m 'browser or slow'
+	$(PYTEST) -m '(browser or slow) and not campaign'
+
+afresh: $(READY)  ## the first run of the MNIST suite, computed afresh and compared with the records, cell by cell: minutes
+	$(PYTEST) -m campaign
 
 # In one run: what both would collect, load and fit is there once, and no worker waits at the end of the first.
 test-all: $(READY)  ## all tests

@@ -47,7 +47,7 @@ def check_records(results, suite):
             assert list(differences(asdict(record)[part], asdict(stored)[part], (record.method, record.run))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.real_data
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_the_first_run_of_mnist(tmp_path):
