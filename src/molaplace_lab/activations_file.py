@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace_lab.files import partial_file
+from molaplace.saving.files import partial_file
 
 BATCH = 1024
 """Number of rows per batch during fitting and prediction."""
@@ -43,7 +43,6 @@ def write_rows(
     num_rows = len(next(iter(rows.values())))
     if num_rows != count:
         raise DataError(f"expected {count} data in {metadata.get('set', 'the set')}, got {num_rows}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with partial_file(path) as partial:
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
         save_file({**rows, **head}, partial, metadata)

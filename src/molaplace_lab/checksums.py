@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from molaplace.network import state_checksum
 
 
 def checksum(*parts: Any) -> str:
@@ -23,15 +24,6 @@ def data_checksum(inputs: Tensor, labels: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def weights_checksum(network: nn.Module) -> str:
-    """Return a checksum of the names, dtypes, shapes and bytes of a network's weights and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def network_checksum(network: nn.Module, architecture: str) -> str:
     """Return a checksum of the name of a network's architecture and of its weights."""
-    return checksum(architecture, weights_checksum(network))
+    return checksum(architecture, state_checksum(network))

@@ -14,10 +14,10 @@ import typer
 
 from molaplace.distributed import join
 from molaplace.errors import OptionError
+from molaplace.options import one_of
 from molaplace_lab.activations import ActivationCache, Network, Progress, open_networks
 from molaplace_lab.comparisons import COMPARISONS, NAMED, SWEEP
 from molaplace_lab.cost import measure_cost
-from molaplace_lab.messages import one_of
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.store import COST, Store

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from molaplace.errors import DataError
+from molaplace.errors import DataError, warn
 from molaplace.outliers import energy_score, max_logit_score
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
-from molaplace_lab.messages import warn
 
 Detector = Callable[[Tensor], Tensor]
 """Function that maps features (n, d) to scores (n,), which are higher for outliers."""

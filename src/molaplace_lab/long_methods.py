@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import molaplace as mola
+from molaplace.errors import collect_warnings
 from molaplace_lab import swag
 from molaplace_lab.activations import Network, fast_inputs, fast_network
 from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import network_checksum
 from molaplace_lab.context import Context, Predictor, StoredPrediction
 from molaplace_lab.files import read_tensors, write_tensors
-from molaplace_lab.messages import collect_warnings
 from molaplace_lab.methods import RULES, FittedMethod, LastLayerMethod
 from molaplace_lab.mimo import Mimo, train_mimo
 from molaplace_lab.suite import MimoBudget, SwagBudget, TrainingData

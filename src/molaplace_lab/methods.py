@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import fit_temperature
-from molaplace.errors import OptionError
+from molaplace.errors import OptionError, collect_warnings
 from molaplace.likelihoods import Categorical
+from molaplace.options import one_of
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
 from molaplace_lab.context import Context
 from molaplace_lab.detectors import feature_scores, gen_score
 from molaplace_lab.measures import BatchPrediction
-from molaplace_lab.messages import collect_warnings, one_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from molaplace.errors import DataError, OptionError
-from molaplace_lab.checksums import weights_checksum
+from molaplace.network import state_checksum
 from molaplace_lab.training import (
     RECIPES,
     Shuffled,
@@ -252,7 +252,7 @@ def train_mimo(
         "input_repetition": input_repetition,
         "steps": steps,
         "optimiser": [type(optimiser_of_network).__name__, repr(groups)],
-        "network": weights_checksum(network),
+        "network": state_checksum(network),
     }
 
     def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from molaplace.errors import OptionError
-from molaplace_lab.messages import importing, one_of
+from molaplace.errors import OptionError, importing
+from molaplace.options import one_of
 from molaplace_lab.training import digits_mlp
 
 

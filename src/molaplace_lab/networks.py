@@ -28,14 +28,13 @@ from typing import Any
 from torch import nn
 
 from molaplace.distributed import Team
-from molaplace.errors import OptionError, StorageError
+from molaplace.errors import OptionError, StorageError, importing
 from molaplace.imported import import_builder
 from molaplace.network import Resized
+from molaplace.saving.schema import check
 from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network, Progress
 from molaplace_lab.checksums import data_checksum, network_checksum
-from molaplace_lab.files import check
-from molaplace_lab.messages import importing
 from molaplace_lab.suite import DataOptions, Suite
 from molaplace_lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 

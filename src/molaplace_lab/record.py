@@ -11,7 +11,7 @@ from typing import Any
 
 from molaplace.errors import StorageError
 from molaplace.evaluation import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult
-from molaplace_lab.files import check
+from molaplace.saving.schema import check
 
 FORMAT = "mola-bench"
 VERSION = 1

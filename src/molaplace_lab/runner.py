@@ -19,7 +19,7 @@ from torch import Tensor
 
 import molaplace as mola
 from molaplace.distributed import Team
-from molaplace.errors import MolaError, OptionError, StorageError
+from molaplace.errors import MolaError, OptionError, StorageError, warn
 from molaplace.evaluation import (
     METRICS,
     NUM_EXAMPLES,
@@ -34,7 +34,6 @@ from molaplace_lab.checksums import checksum
 from molaplace_lab.comparisons import LONG, SWEEP, methods_of
 from molaplace_lab.context import Context
 from molaplace_lab.measures import BatchPrediction, Measure
-from molaplace_lab.messages import warn
 from molaplace_lab.methods import Method
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store

@@ -13,9 +13,9 @@ from molaplace.errors import OptionError
 from molaplace.evaluation import Role
 from molaplace.images import NORMALISATIONS, Images
 from molaplace.imported import import_builder
+from molaplace.options import one_of
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
-from molaplace_lab.messages import one_of
 from molaplace_lab.training import Labelled, Recipe
 
 

@@ -24,8 +24,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from tqdm.auto import tqdm
 
 from molaplace.errors import OptionError
-from molaplace_lab.checksums import weights_checksum
-from molaplace_lab.messages import one_of
+from molaplace.network import state_checksum
+from molaplace.options import one_of
 from molaplace_lab.training import (
     LOSSES,
     Loader,
@@ -196,7 +196,7 @@ def fit_moments(
 
     identity = {
         "settings": [learning_rate, momentum, weight_decay, rank, seed, loss],
-        "network": weights_checksum(network),
+        "network": state_checksum(network),
     }
     remaining = remaining_epochs(
         None if checkpoint is None else TrainingCheckpoint(checkpoint, identity),

@@ -16,11 +16,13 @@ REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference")
 DOCUMENTED = set(re.findall(r"^::: (molaplace[\w.]*)", REFERENCE, re.M))
 
 SHARED = {
+    "molaplace.errors": "warnings, and imports of optional packages",
+    "molaplace.options": "checks of names",
+    "molaplace.saving": "atomic files, checks of JSON documents, and weight files of other programs",
     "molaplace.component": "posteriors over some of the networks whose sums were saved",
     "molaplace.imported": "functions named package.module:function",
     "molaplace.network": "features and logits of networks",
     "molaplace.perceptrons": "perceptrons trained side by side",
-    "molaplace.saving.weights": "weight files of other programs",
 }
 """Undocumented modules that the laboratory shares with the library's commands, and what it takes from them."""
 

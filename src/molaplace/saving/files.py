@@ -44,7 +44,11 @@ MAX_READS = 1000
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`. On success, a file written there replaces `path` atomically; on error, it is removed."""
+    """Yield a temporary path next to `path`. On success, a file written there replaces `path` atomically; on error, it is removed.
+
+    The folder of `path` is created if it does not exist.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial

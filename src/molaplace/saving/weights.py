@@ -48,10 +48,8 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
         )
     # Clone the tensors, because safetensors rejects tensors that share memory, such as tied weights.
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, save_tensors(values, {"format": "pt", **(metadata or {})}))
-    return target
+    write_atomically(Path(path), save_tensors(values, {"format": "pt", **(metadata or {})}))
+    return Path(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from molaplace.errors import importing
 from molaplace_lab.corruptions.filters import (
     Bytes,
     Floats,
@@ -20,7 +21,6 @@ from molaplace_lab.corruptions.filters import (
     unit,
     zooming,
 )
-from molaplace_lab.messages import importing
 
 DISK_REACH = 8
 """Half-width of the 17 x 17 pixel grid on which the disk of a defocus blur is drawn."""

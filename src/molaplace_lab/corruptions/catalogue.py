@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, OptionError
+from molaplace.options import one_of
 from molaplace_lab.corruptions import blur, digital, noise, weather
 from molaplace_lab.corruptions.filters import Bytes, Streams
-from molaplace_lab.messages import one_of
 
 Corruption = tuple[Callable[..., Bytes], tuple[Any, ...], tuple[Any, ...]]
 """A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; and its parameters in ImageNet-C,

@@ -10,8 +10,8 @@ import io
 
 import numpy as np
 
+from molaplace.errors import importing
 from molaplace_lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
-from molaplace_lab.messages import importing
 
 SIDE = 32
 """Side length, in pixels, of the images to which the lengths in the elastic distortion refer."""

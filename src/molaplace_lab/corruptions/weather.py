@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from molaplace.errors import importing
 from molaplace_lab.corruptions.blur import moved
 from molaplace_lab.corruptions.filters import (
     Bytes,
@@ -27,7 +28,6 @@ from molaplace_lab.corruptions.filters import (
     unit,
     zooming,
 )
-from molaplace_lab.messages import importing
 
 SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
 TAN_22 = 0.4142135623730950488016887242097

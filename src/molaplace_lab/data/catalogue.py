@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 from molaplace.errors import DataError, OptionError
 from molaplace.images import Images, Preparation, image_files, open_folder
+from molaplace.options import one_of
 from molaplace_lab.data.download import Download, fetch
 from molaplace_lab.data.readers import read_arrays, read_cifar_binary, read_idx_pair
-from molaplace_lab.messages import one_of
 
 VARIABLE = "MOLAPLACE_DATA"
 

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from molaplace.errors import DataError, StorageError
+from molaplace.errors import DataError, StorageError, importing
+from molaplace.saving.schema import check
 from molaplace_lab.data.catalogue import data_directory
-from molaplace_lab.files import check, read_json
-from molaplace_lab.messages import importing
+from molaplace_lab.files import read_json
 
 FILE = "data_full.json"
 FOLDERS = ("clinc150", "oos-eval/data", "")

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from molaplace.errors import DataError
-from molaplace_lab.messages import importing
+from molaplace.errors import DataError, importing
 
 FETCH_AGAIN = "Delete it and download it again."
 

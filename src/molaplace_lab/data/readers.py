@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.errors import DataError
+from molaplace.errors import DataError, importing
 from molaplace.images import Images
 from molaplace_lab.data.download import FETCH_AGAIN
-from molaplace_lab.messages import importing
 
 SIDE = 32
 

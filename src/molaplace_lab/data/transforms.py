@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from molaplace.demo import rotate as rotate_bilinear
-from molaplace_lab.messages import importing, one_of
+from molaplace.errors import importing
+from molaplace.options import one_of
 
 ANGLES = tuple(range(0, 181, 15))
 """Rotation angles, in degrees, for the paper's rotated MNIST."""

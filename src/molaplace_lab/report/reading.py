@@ -13,8 +13,8 @@ import numpy as np
 
 from molaplace.errors import StorageError
 from molaplace.evaluation import Pictures, Role, SetInfo
-from molaplace_lab.files import Nullable, check
-from molaplace_lab.messages import one_of
+from molaplace.options import one_of
+from molaplace.saving.schema import Optional, check
 from molaplace_lab.record import Record
 from molaplace_lab.store import COST, SUITE, Store, read_record
 
@@ -64,8 +64,8 @@ SUITE_SCHEMA: dict[str, Any] = {
     "title": str,
     "network": str,
     "components": int,
-    "threshold": Nullable(float),
-    "shift": Nullable({"title": str, "axis": str}),
+    "threshold": Optional(float),
+    "shift": Optional({"title": str, "axis": str}),
     "sets": {str: {"title": str, "role": str}},
     "examples": {str: {"shape": [int], "pixels": str}},
     "classes": [str],
@@ -73,7 +73,7 @@ SUITE_SCHEMA: dict[str, Any] = {
 }
 
 COST_SCHEMA: dict[str, Any] = {
-    "rows": [{"method": str, "fit_seconds": Nullable(float), "predict_seconds": float, "bytes": int}],
+    "rows": [{"method": str, "fit_seconds": Optional(float), "predict_seconds": float, "bytes": int}],
     "settings": {},
     "environment": {},
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from molaplace.errors import DataError
+from molaplace.errors import DataError, warn
 from molaplace.images import Images
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
 from molaplace_lab.data.catalogue import data_directory, load_images
@@ -16,7 +16,6 @@ from molaplace_lab.data.download import fetch
 from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import in_colour
 from molaplace_lab.measures import Measure, human_labels
-from molaplace_lab.messages import warn
 from molaplace_lab.models import build_network
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, SwagBudget
 from molaplace_lab.suites.image_sources import (

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.errors import DataError
+from molaplace.errors import DataError, warn
 from molaplace.evaluation import Role
 from molaplace.images import Images, normalisation
 from molaplace_lab.checksums import checksum, data_checksum
 from molaplace_lab.data.catalogue import DATASETS, has_images, load_images
 from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import ANGLES, flip_and_crop, rotate
-from molaplace_lab.messages import warn
 from molaplace_lab.suite import Batches, DataOptions, Source, TrainingData
 from molaplace_lab.training import Labelled, Recipe
 

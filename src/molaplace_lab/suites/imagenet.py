@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from molaplace.errors import DataError
+from molaplace.errors import DataError, warn
 from molaplace.evaluation import Role
 from molaplace.images import ImageFolder, Images, Preparation, even_indices, normalisation
+from molaplace.options import one_of
 from molaplace_lab.checksums import checksum, data_checksum
 from molaplace_lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
 from molaplace_lab.data.catalogue import data_directory
 from molaplace_lab.data.folder import CENTRE_224, CLASSES, imagenet_c_folder, open_imagenet
 from molaplace_lab.data.transforms import in_colour
-from molaplace_lab.messages import one_of, warn
 from molaplace_lab.models import build_network
 from molaplace_lab.suite import Batches, DataOptions, Source, Suite
 from molaplace_lab.suites.image_sources import load_outliers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from molaplace_lab.messages import one_of
+from molaplace.options import one_of
 from molaplace_lab.suite import Suite
 from molaplace_lab.suites.cifar10 import CIFAR10
 from molaplace_lab.suites.clinc import CLINC

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from molaplace import perceptrons
 from molaplace.errors import OptionError
-from molaplace_lab.messages import one_of
+from molaplace.options import one_of
 
 OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -22,7 +22,8 @@ from molaplace.calibration import scale_noise
 from molaplace.errors import MolaWarning, StorageError
 from molaplace.likelihoods import Gaussian
 from molaplace.metrics import auroc
-from molaplace_lab.files import check, read_json, write_json
+from molaplace.saving.schema import check
+from molaplace_lab.files import read_json, write_json
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
 from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, train_mlps

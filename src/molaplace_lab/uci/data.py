@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError
-from molaplace_lab.messages import one_of
+from molaplace.options import one_of
 
 WIDE = "protein-tertiary-structure"
 """Name of the set that has 5 splits and whose networks have 100 hidden units."""
