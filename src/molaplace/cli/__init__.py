@@ -52,39 +52,18 @@ SHARED = ("fit", "predict", "evaluate")
 
 
 class Command(click.Command):
-    """A command whose help lists the common options first, then the others by topic."""
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """Return the parts of the usage line."""
-        arguments = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
-        pieces = [f"{name.metavar}" if name.required else f"[{name.metavar}]" for name in arguments]
-        return [
-            "[OPTIONS]",
-            *(f"{piece}..." if name.nargs == -1 else piece for name, piece in zip(arguments, pieces, strict=True)),
-        ]
+    """A command whose help lists the common options and the arguments first, then the other options by topic."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, with one section per topic. Arguments are listed with the common options."""
+        """Write a section for each topic."""
         panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
-            names = label(parameter)
-            if isinstance(parameter, click.Option):
-                # The flag that changes the default is shown.
-                names = (parameter.secondary_opts or sorted(parameter.opts, key=len))[0]
-                short = [flag for flag in parameter.opts if flag != names and not parameter.secondary_opts]
-                names = ", ".join([names, *short]) + ("" if parameter.is_flag else f" {parameter.metavar}")
-            rows = panels.setdefault(getattr(parameter, "panel", "") or "Options", [])
-            text = getattr(parameter, "text", None)
-            if text is None:
-                text = getattr(parameter, "help", "")  # of click's own --help
-            if not text:  # an option without help shares the line of the option before it
-                before, text = rows.pop()
-                names = f"{before}, {names}"
-            rows.append((names, text))
-        width = max(len(names) for rows in panels.values() for names, _ in rows)
+            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            row = row or (parameter.human_readable_name, getattr(parameter, "text", ""))
+            panels.setdefault(getattr(parameter, "panel", "") or "Options", []).append(row)
         for panel in sorted(panels, key=lambda panel: panel == LAST_PANEL):
             with formatter.section(panel):
-                formatter.write_dl([(names.ljust(width), text) for names, text in panels[panel]])
+                formatter.write_dl(panels[panel])
 
 
 class Commands(click.Group):

@@ -59,7 +59,7 @@ MOST_LINES = 25
 class EvaluateOptions(PosteriorOptions, RunOptions):
     """Options for `molaplace evaluate`."""
 
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
     test: str = option(help="Labelled test data, in any form that `molaplace fit --train` accepts", metavar="DATA")
     ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated", metavar="DATA")
     output: Path = option(

@@ -31,7 +31,7 @@ def _parse_names(value: str | list[str]) -> tuple[str, ...]:
 class ExportOptions(PosteriorOptions, DecisionOptions, RunOptions):
     """Options for `molaplace export`."""
 
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
     onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")
     torch: Path | None = option(None, "torch.export file to write (.pt2)", metavar="FILE")
     pixels: bool = option(False, "Accept pixels as bytes, and normalise them in the same way as the training data")
@@ -44,7 +44,7 @@ class ExportOptions(PosteriorOptions, DecisionOptions, RunOptions):
         parse=_parse_names,
         shown="all",
     )
-    check: bool = option(True, "Do not check the file's outputs against PyTorch's")
+    check: bool = option(True, "Check the file's outputs against PyTorch's")
 
 
 def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]:

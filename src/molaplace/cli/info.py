@@ -21,9 +21,7 @@ from molaplace.settings import Settings
 class InfoOptions:
     """Options for `molaplace info`."""
 
-    posterior: Path = option(
-        help="Folder written by `molaplace fit` or posterior.save", argument=True, metavar="POSTERIOR"
-    )
+    posterior: Path = option(help="Folder written by `molaplace fit` or posterior.save", argument=True)
     as_json: bool = option(False, "Print everything as JSON", flags=("--json",))
 
 

@@ -31,7 +31,7 @@ RULE_NAMES = (*RULES, "outliers", "none")
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
 PREPARATION = "Preparation of images"
-METHOD = "Method (the first value is the default)"
+METHOD = "Method"
 OTHER = "Regression and dense outputs"
 RUN = "Run"
 """Headings in the help text."""
@@ -92,7 +92,6 @@ class Job:
         (),
         "Weight files (safetensors or torch.save), one per network, or a folder of such files",
         argument=True,
-        metavar="WEIGHTS",
         is_path=True,
     )
     network: tuple[str, ...] = option(
@@ -144,19 +143,19 @@ class Job:
     )
     mean: tuple[float, ...] | None = option(
         None,
-        "Mean and standard deviation of pixels, such as 0.5 or 0.49,0.48,0.45; used instead of --normalise",
+        "Mean of pixels, such as 0.5 or 0.49,0.48,0.45; with --std, used instead of --normalise",
         panel=PREPARATION,
         metavar="X",
         parse=parse_numbers,
     )
-    std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
+    std: tuple[float, ...] | None = option(
+        None, "Standard deviation of pixels", panel=PREPARATION, metavar="X", parse=parse_numbers
+    )
     workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
 
-    structure: str = option(
-        "kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD, metavar="NAME", shown=""
-    )
-    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD, metavar="NAME", shown="")
-    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
+    structure: str = option("kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD, metavar="NAME")
+    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD, metavar="NAME")
+    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME")
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
@@ -169,7 +168,7 @@ class Job:
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
-    distances: bool = option(True, "Do not compute class distances (saves memory)", panel=METHOD)
+    distances: bool = option(True, "Compute class distances; --no-distances saves memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
         None,
@@ -179,9 +178,11 @@ class Job:
         parse=parse_numbers,
     )
     location: tuple[float, ...] | None = option(
-        None, "Regression: mean and standard deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: mean of the targets", panel=OTHER, metavar="X", parse=parse_numbers
     )
-    scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
+    scale: tuple[float, ...] | None = option(
+        None, "Regression: standard deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+    )
     heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
     positions: str = option(
         "all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER, metavar="WHICH"

@@ -27,7 +27,6 @@ from molaplace.errors import OptionError
 from molaplace.imported import is_path
 from molaplace.options import one_of
 
-METAVARS = {int: "N", float: "X", Path: "PATH"}
 NAMES = ("mlp",)
 """Names of networks that could be names of files."""
 
@@ -40,7 +39,7 @@ def option(
     argument: bool = False,
     panel: str = "",
     metavar: str = "",
-    shown: str | None = None,
+    shown: str = "",
     parse: Callable[[Any], Any] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -56,7 +55,7 @@ def option(
         argument: whether the value is given without a flag.
         panel: heading under which the help lists the option. Common options have no heading and come first.
         metavar: placeholder for the value in the help.
-        shown: text that the help shows as the default value.
+        shown: text that the help shows instead of the default value.
         parse: function that converts the text from the command line, or a list from a run file. If it raises `ValueError`, the message
             describes the expected value.
         minimum: least value.
@@ -103,22 +102,17 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
     settings = declared.metadata
     required = declared.default is MISSING
     several = kind is tuple and settings["parse"] is None
-    common: dict[str, Any] = {"type": _click_type(kind, settings), "required": required}
-    if not required:
-        common["default"] = declared.default
+    common: dict[str, Any] = {"type": _click_type(kind, settings), "metavar": settings["metavar"] or None}
+    common |= {"required": True} if required else {"default": declared.default}
     if settings["argument"]:
-        parameter: click.Parameter = click.Argument(
-            [declared.name], nargs=-1 if several else 1, metavar=settings["metavar"], **common
-        )
+        parameter: click.Parameter = click.Argument([declared.name], nargs=-1 if several else 1, **common)
+        parameter.text = settings["help"]  # type: ignore[attr-defined]
     else:
-        flag = declared.name.replace("_", "-")
-        flags = settings["flags"] or (f"--{flag}/--no-{flag}" if declared.default is True else f"--{flag}",)
-        if kind is bool:
-            common |= {"is_flag": True}
-        else:
-            common |= {"metavar": settings["metavar"] or METAVARS.get(kind, "TEXT"), "multiple": several}
+        name = declared.name.replace("_", "-")
+        flags = settings["flags"] or (f"--{name}/--no-{name}" if declared.default is True else f"--{name}",)
+        common |= {"is_flag": True} if kind is bool else {"multiple": several}
+        common |= {"help": settings["help"], "show_default": settings["shown"] or True}
         parameter = click.Option([declared.name, *flags], **common)
-    parameter.text = _help(declared)  # type: ignore[attr-defined]
     parameter.panel = settings["panel"]  # type: ignore[attr-defined]
     return parameter
 
@@ -126,26 +120,14 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
 def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
     if settings["parse"] is not None:
         return Parsed(settings["parse"])
-    if kind is int:
+    if settings["minimum"] is not None:
         return click.IntRange(settings["minimum"], settings["maximum"])
-    if kind is Path:
-        return click.Path(path_type=Path)
     return click.STRING if kind is tuple else kind
-
-
-def _help(declared: Field[Any]) -> str:
-    text: str = declared.metadata["help"]
-    shown = declared.metadata["shown"]
-    if declared.default is MISSING:
-        return f"{text} [required]"
-    if shown is None and declared.default and not isinstance(declared.default, bool):
-        shown = declared.default
-    return f"{text} [default: {shown}]" if shown else text
 
 
 def label(parameter: click.Parameter) -> str:
     """Return the name of a parameter on the command line, such as "--rule" or "WEIGHTS"."""
-    return parameter.opts[0] if isinstance(parameter, click.Option) else str(parameter.metavar)
+    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
 # --- run files ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from molaplace.posterior import MoLA
 class PredictOptions(PosteriorOptions, DecisionOptions, RunOptions):
     """Options for `molaplace predict`."""
 
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
     inputs: str = option(
         help="A folder of images, .npz, .npy, .csv, or package.module:function",
         argument=True,

@@ -15,11 +15,11 @@ class ExploreOptions(PosteriorOptions):
     """Options for `molaplace explore`."""
 
     posterior: Path | None = option(
-        None, "Folder written by `molaplace fit`", argument=True, metavar="POSTERIOR", shown="the digits demo"
+        None, "Folder written by `molaplace fit`; by default, the digits demo", argument=True
     )
     port: int | None = option(
         None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"
     )
-    browser: bool = option(True, "Do not open the page in a browser")
+    browser: bool = option(True, "Open the page in a browser")
     quiet: bool = option(False, "Print nothing", panel=RUN)
     seed: int = option(0, "Random seed for the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)
