@@ -12,20 +12,6 @@ from numpy.typing import ArrayLike
 from molaplace.report.style import INK, Axes, Figure, canvas, quiet_axes, shared_legend, strokes
 from molaplace.report.tables import SHIFT_METRICS
 
-__all__ = [
-    "DASHED",
-    "DOTTED",
-    "GUIDE",
-    "Estimates",
-    "Line",
-    "Panel",
-    "ValueWithError",
-    "draw_against_level",
-    "draw_panels",
-    "draw_reliability",
-    "estimates_panel",
-]
-
 DOTTED = (0, (1, 1.6))
 DASHED = (0, (5, 2.5))
 

@@ -15,19 +15,6 @@ from molaplace.report.numbers import BY_CONFIDENCE, Numbers, Quantity, Results
 from molaplace.report.pictures import MOST_SETS, HistogramColumn, draw_histograms
 from molaplace.report.style import INK, Figure, Planned, colours, strokes
 
-__all__ = [
-    "RELIABILITY",
-    "SHARES",
-    "comparison_histograms",
-    "draw_confidence",
-    "draw_coverage",
-    "draw_decisions",
-    "draw_predicted",
-    "draw_spread",
-    "evaluation_figures",
-    "histograms_of",
-]
-
 RELIABILITY = (
     "Calibration",
     "Accuracy against confidence, in bins of equal width. Overconfident predictions lie below the dashed line.",

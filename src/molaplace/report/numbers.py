@@ -8,14 +8,6 @@ from typing import Protocol
 
 from molaplace.evaluation import Estimate, LabelledResult, MethodResult, OutlierResult
 
-__all__ = [
-    "BY_CONFIDENCE",
-    "Numbers",
-    "Quantity",
-    "Results",
-    "estimates_of",
-]
-
 BY_CONFIDENCE = "max probability"
 """Outlier score used in figures that show only one score."""
 

@@ -15,12 +15,6 @@ from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.style import INK, Drawn, strokes
 from molaplace.report.tables import as_html
 
-__all__ = [
-    "evaluation_page",
-    "page_environment",
-    "render_page",
-]
-
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
     """Return the HTML page for a comparison on the user's data."""

@@ -14,14 +14,6 @@ from molaplace.evaluation import Examples, Pictures, SetInfo
 from molaplace.report.curves import Estimates
 from molaplace.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 
-__all__ = [
-    "MOST_SETS",
-    "HistogramColumn",
-    "draw_examples",
-    "draw_histograms",
-    "example_sets",
-]
-
 IMAGES = 6
 """Number of images per row."""
 

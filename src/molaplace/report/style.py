@@ -18,26 +18,6 @@ with importing("drawing figures", "matplotlib", "cli"):
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
-__all__ = [
-    "COLOURS",
-    "INK",
-    "PAPER",
-    "WIDTH",
-    "Axes",
-    "Drawn",
-    "Figure",
-    "Planned",
-    "as_png",
-    "as_svg",
-    "canvas",
-    "colours",
-    "drawing",
-    "quiet_axes",
-    "render",
-    "shared_legend",
-    "strokes",
-]
-
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
 """Colours of the main methods, taken from Okabe and Ito's palette for colour-blind readers; the plain network is grey."""
 

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-__all__ = [
-    "ARROWS",
-    "MISSING",
-    "SHIFT_METRICS",
-    "Column",
-    "Formatted",
-    "Number",
-    "Table",
-    "as_html",
-    "as_latex",
-    "as_markdown",
-    "columns_on",
-    "make_table",
-    "markdown_rows",
-    "print_table",
-    "quantity_table",
-]
-
 
 class Formatted(Protocol):
     """A number that formats itself with its error, such as an `Estimate`."""

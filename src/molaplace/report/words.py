@@ -9,15 +9,6 @@ from molaplace.evaluation import CLEAR, SAME, Comparison, Lead
 from molaplace.evaluation.estimates import Name
 from molaplace.report.comparison_tables import SCORE_NAMES, digits_of
 
-__all__ = [
-    "METHODS",
-    "REGRESSION_METHODS",
-    "Finding",
-    "evaluation_findings",
-    "evaluation_remarks",
-    "lead_sentence",
-]
-
 METHODS = {
     "MAP": "the first network, unchanged",
     "MAP-T": "MAP with a temperature tuned on the validation data",

@@ -17,16 +17,6 @@ from molaplace.report.page import evaluation_page
 from molaplace.report.style import Drawn, Planned, render
 from molaplace.report.tables import as_markdown
 
-__all__ = [
-    "Progress",
-    "as_json",
-    "draw_figures",
-    "no_progress",
-    "write_evaluation",
-    "write_texts",
-    "writing_to",
-]
-
 Progress = Callable[[str, float], None]
 """Callback that receives a description of the current step and the fraction of the work completed."""
 
