@@ -7,7 +7,7 @@ the processes of a team compute in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import molaplace as mola
-from molaplace.component import Component
 from molaplace.distributed import Team
 from molaplace.errors import HeadError, OptionError
 from molaplace.likelihoods import Categorical
-from molaplace.network import evaluating, find_head, find_heads, head_by_name, peek, stream
+from molaplace.network import evaluating, find_head, find_heads, peek, stream
 from molaplace.saving.weights import load_weights
-from molaplace_lab.activations_file import HeadOnly, StoredActivations, write_rows
-from molaplace_lab.checksums import checksum, network_checksum
+from molaplace_lab.activations_file import StoredActivations, write_rows
+from molaplace_lab.checksums import network_checksum
 from molaplace_lab.suite import Source
 
 Progress = Callable[[str, float], None]
@@ -34,9 +32,6 @@ SLICE = 1024
 
 LOADED = 8
 """Maximum number of networks kept in memory at once."""
-
-CHECKPOINT = 200
-"""Number of batches between successive checkpoints of the sums over the training data."""
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
@@ -174,65 +169,6 @@ class ActivationCache:
         whole = source.whole or source
         stored = StoredActivations.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
-
-    def _sums(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
-        identity = checksum([network.checksum for network in networks], source.checksum, structure)
-        return self.directory / "sums" / identity
-
-    def compute_sums(
-        self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
-    ) -> None:
-        """Fit all networks in one pass over a training set, which is divided among the processes.
-
-        Checkpoints are saved, so that an interrupted pass can be resumed.
-        """
-        path = self._sums(networks, source, structure)
-        if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it
-            return
-        posterior = mola.fit(
-            [network.to(self.device) for network in _load(networks, source)],
-            _Shard(source, team, progress),
-            structure=structure,
-            team=team,
-            checkpoint=path.with_suffix(".under-way"),
-            checkpoint_every=CHECKPOINT,
-            progress=False,
-        )
-        if team.first:
-            posterior.save(path)
-        team.collect(None)  # wait, so that no process reads the file before it is complete
-
-    def read_sums(
-        self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
-    ) -> mola.MoLA:
-        """Return the saved posterior, not yet tuned, for the given heads (of all networks or only the first few)."""
-        fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
-        components: list[Component] = []
-        for component, head in zip(fitted.components, heads, strict=False):
-            layer, place = component.require_layer("streamed sums"), head_by_name(head, "head")
-            components.append(Component(head, place, layer, component.likelihood))
-        return mola.MoLA(components, link=fitted.link)
-
-
-@dataclass(frozen=True)
-class _Shard:
-    # The slices of a training set that are assigned to this process; each pass reads them again.
-    source: Source
-    team: Team
-    progress: Progress
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        source, team, done = self.source, self.team, 0
-        for start in range(team.rank * SLICE, source.count, team.size * SLICE):
-            for inputs, labels in source.read(range(start, min(start + SLICE, source.count))):
-                yield inputs, labels
-                done += len(labels)
-                self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))
-
-
-def _load(networks: Sequence[Network], source: Source) -> list[nn.Module]:
-    example = next(iter(source))[0][:1]
-    return [fast_network(network.load(), example) for network in networks]
 
 
 def _check_outputs(networks: Sequence[Network], source: Source) -> None:

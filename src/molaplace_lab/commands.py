@@ -142,9 +142,6 @@ def bench(
     cross_fit: Annotated[
         bool, typer.Option("--cross-fit", help="ImageNet without training images: five folds of the validation images")
     ] = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Do not store training activations (less disk space, fewer ablations)")
-    ] = False,
     swag: Annotated[
         str, typer.Option(help="snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=")
     ] = "",
@@ -215,7 +212,6 @@ def bench(
             options=options,
             budget=budget,
             measures=definition.measures(options),
-            stream=stream,
         )
         store = Store(results)
         failure: OptionError | None = None

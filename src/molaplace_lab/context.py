@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import molaplace as mola
 from molaplace.likelihoods import Categorical
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations import ActivationCache, Network, fast_inputs
@@ -69,8 +67,6 @@ class Context:
     activations: ActivationCache
     training: Callable[[], TrainingData]
     """Function that loads the training data of the suite's networks onto the device."""
-    sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None
-    """Function that builds a posterior from stored sums, given a structure and heads; used if no training activations are stored."""
 
     @property
     def device(self) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import fit_temperature
-from molaplace.errors import OptionError, collect_warnings
+from molaplace.errors import collect_warnings
 from molaplace.likelihoods import Categorical
 from molaplace.options import one_of
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
@@ -115,13 +115,9 @@ class LastLayerMethod:
         return settings
 
     def fit(self, context: Context) -> FittedMethod:
-        """Fit the method to stored training activations or stored sums, and tune it on stored validation activations."""
+        """Fit the method to stored training activations, and tune it on stored validation activations."""
         validation = self._read(context, "validation")
-        train = self._read(context, "train") if context.sums is None else None
-        if train is None and self.temperature and self.structure is not None:
-            raise OptionError(
-                f"{self.name} scales the logits before fitting, so it requires stored training activations. Omit --stream."
-            )
+        train = self._read(context, "train")
         start = time.perf_counter()
         with collect_warnings() as notes:
             networks = validation.heads
@@ -132,7 +128,7 @@ class LastLayerMethod:
                 temperature = fit_temperature(averaged, validation.labels)
                 networks = tuple(head.scaled(temperature) for head in networks)
                 chosen["temperature"] = temperature
-            posterior = self._posterior(networks, train or (), validation, context)
+            posterior = self._posterior(networks, train, validation, context)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
@@ -142,7 +138,7 @@ class LastLayerMethod:
 
         @cache
         def detectors() -> Mapping[str, Callable[[ActivationSlice], Tensor]]:
-            return {} if train is None else feature_scores(train, validation)
+            return feature_scores(train, validation)
 
         def predict(activations: ActivationSlice, with_scores: bool) -> BatchPrediction:
             if not (with_scores and self.detectors):
@@ -179,10 +175,7 @@ class LastLayerMethod:
     ) -> mola.MoLA:
         if self.structure is None:
             return mola.ensemble(networks).with_pooling(0.0 if self.mean == "logits" else 1.0)
-        if context.sums is None:
-            posterior = mola.fit(networks, train, structure=self.structure, link=self.link, progress=False)
-        else:
-            posterior = context.sums(self.structure, networks).with_link(self.link)
+        posterior = mola.fit(networks, train, structure=self.structure, link=self.link, progress=False)
         posterior = posterior.with_weights("evidence" if self.weights == "evidence" else "uniform")
         data = validation if self.rule != "evidence" else None
         posterior = posterior.tune(data, rule=RULES[self.rule](context.threshold), progress=False)

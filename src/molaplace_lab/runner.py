@@ -65,8 +65,6 @@ class Plan:
     """Budget for methods that train networks; the suite's budget if None."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """Additional measures, under the keys used in the records, that are computed for every method in the main comparison."""
-    stream: bool = False
-    """True to accumulate sums over the training data instead of storing their activations."""
 
     def __post_init__(self) -> None:
         first: dict[str, Network] = {}
@@ -249,18 +247,10 @@ def run_suite(
         (source.whole or source).checksum: source.whole or source
         for run in sorted({job.run for job in jobs})
         for source in plan.sources_of(run).values()
-        if not (plan.stream and source.role == "train")
     }
     activations.compute(
         [*members.values()], [*needed.values()], lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
     )
-    if plan.stream:
-        # Make one pass over the training data for each structure and run.
-        fits = {(job.group, job.run, job.method.settings().get("structure")): None for job in jobs}
-        for group, run, structure in fits:
-            if structure is not None:
-                train = plan.sources_of(run)["train"]
-                activations.compute_sums(plan.members(group, run), train, structure, progress, team)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> StoredActivations:
@@ -285,7 +275,6 @@ def run_suite(
             sources=sources,
             activations=activations,
             training=training,
-            sums=partial(activations.read_sums, networks, sources["train"]) if plan.stream else None,
         )
         try:
             store.write(_run(plan, job, context))

@@ -19,7 +19,6 @@ SHARED = {
     "molaplace.errors": "warnings, and imports of optional packages",
     "molaplace.options": "checks of names",
     "molaplace.saving": "atomic files, checks of JSON documents, and weight files of other programs",
-    "molaplace.component": "posteriors over some of the networks whose sums were saved",
     "molaplace.imported": "functions named package.module:function",
     "molaplace.network": "features and logits of networks",
     "molaplace.perceptrons": "perceptrons trained side by side",

@@ -204,8 +204,8 @@ IN_SLICES = (
 """The `molaplace` command, with slices that a few images fill more than one of."""
 
 
-def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp_path):
-    """They divide slices of images between them, and methods; sums of training data are added up in another order."""
+def test_two_processes_make_the_records_of_one(root, tmp_path):
+    """They divide slices of images between them, and methods."""
     path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
 
     def options_of(name):
@@ -214,7 +214,7 @@ def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp
 
     alone = run_python("-c", IN_SLICES, *options_of("one"), env=os.environ | path, timeout=600)
     assert alone.returncode == 0, alone.stderr
-    codes, errors = run_team(2, ["-c", IN_SLICES, *options_of("two"), "--stream"], tmp_path, timeout=600, **path)
+    codes, errors = run_team(2, ["-c", IN_SLICES, *options_of("two")], tmp_path, timeout=600, **path)
     assert codes == [0, 0], errors
     assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
     one, two = (
@@ -229,7 +229,7 @@ def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp
         for shown, result in record.labelled.items():
             assert result.count == 8  # two images of each of four classes, each under one corruption
             assert_close(other.labelled[shown].metrics, result.metrics, scale=1.0, name=name)
-        for shown, result in other.outliers.items():  # without detectors, which need all training features
+        for shown, result in other.outliers.items():
             for score, numbers in result.scores.items():
                 expected = record.outliers[shown].scores[score]
                 assert_close(numbers, expected, "difference", scale=1.0, name=(name, score))
