@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from molaplace.report.numbers import Formatted
 from molaplace.report.style import INK, Axes, Figure, canvas, quiet_axes, shared_legend, strokes
 from molaplace.report.tables import SHIFT_METRICS
 
@@ -64,19 +65,7 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
     return figure
 
 
-class ValueWithError(Protocol):
-    """A value with its standard error, which is NaN if it is unknown."""
-
-    @property
-    def value(self) -> float:
-        """The value."""
-
-    @property
-    def error(self) -> float:
-        """The standard error."""
-
-
-Estimates = Mapping[str, ValueWithError | None]
+Estimates = Mapping[str, Formatted | None]
 """Estimates by label; None if the estimate is unknown."""
 
 

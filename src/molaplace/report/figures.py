@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from molaplace.evaluation import Comparison, SetInfo
+from molaplace.evaluation import Comparison
 from molaplace.evaluation.comparison import RegressionDetail
-from molaplace.report.curves import DOTTED, GUIDE, Estimates, Line, Panel, draw_panels, draw_reliability
-from molaplace.report.numbers import BY_CONFIDENCE, Numbers, Quantity, Results
-from molaplace.report.pictures import MOST_SETS, HistogramColumn, draw_histograms
+from molaplace.report.curves import DOTTED, GUIDE, Line, Panel, draw_panels, draw_reliability
+from molaplace.report.numbers import Numbers
+from molaplace.report.pictures import MOST_SETS, draw_histograms
 from molaplace.report.style import INK, Figure, Planned, colours, strokes
 
 RELIABILITY = (
@@ -61,38 +60,13 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def comparison_histograms(comparison: Comparison, most: int = MOST_SETS) -> Figure:
-    """Draw `draw_confidence` for a comparison on the test data and on its first few outlier sets."""
-    histograms = {method: histograms_of(result) for method, result in comparison.methods.items()}
+    """Draw histograms of confidence on the test data and on the first few outlier sets of a comparison."""
+    histograms = {
+        method: {name: on_set.histogram for name, on_set in (result.labelled | result.outliers).items()}
+        for method, result in comparison.methods.items()
+    }
     outliers = comparison.of_role("outlier")[:most]
-    return draw_confidence(Numbers(comparison.methods), comparison.test, outliers, histograms)
-
-
-def histograms_of(results: Results) -> dict[str, ArrayLike]:
-    """Return the histograms of a method's confidence, by name of the set."""
-    labelled = {name: result.histogram for name, result in results.labelled.items()}
-    return {**labelled, **{name: result.histogram for name, result in results.outliers.items()}}
-
-
-def draw_confidence(
-    numbers: Callable[[Quantity], Estimates],
-    test: SetInfo,
-    outliers: Sequence[SetInfo],
-    histograms: Mapping[str, Mapping[str, ArrayLike]],
-) -> Figure:
-    """Draw histograms of confidence on the test data and on sets of outliers; `histograms` are by method and by name of the set."""
-    columns = [
-        HistogramColumn(
-            info.title,
-            {method: by_set[info.name] for method, by_set in histograms.items() if info.name in by_set},
-            {
-                "mean": numbers(Quantity(info.name, "confidence")),
-                "AUROC": numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)),
-            },
-        )
-        for info in outliers
-    ]
-    alone = HistogramColumn("", {}, {"mean": numbers(Quantity(test.name, "confidence"))})
-    return draw_histograms({method: by_set[test.name] for method, by_set in histograms.items()}, columns or [alone])
+    return draw_histograms(Numbers(comparison.methods), comparison.test, outliers, histograms)
 
 
 def draw_decisions(comparison: Comparison) -> Figure:

@@ -24,30 +24,35 @@ class Quantity:
     """Type of shift, such as "fog"; empty if the metric covers all types."""
 
 
-class Results(Protocol):
-    """Results of a method on labelled sets and on outliers, by set name."""
+class Formatted(Protocol):
+    """A number with its standard error, such as an `Estimate`."""
 
     @property
-    def labelled(self) -> Mapping[str, LabelledResult]:
-        """Results on the labelled sets."""
+    def value(self) -> float:
+        """The number."""
 
     @property
-    def outliers(self) -> Mapping[str, OutlierResult]:
-        """Results on the outlier sets."""
+    def error(self) -> float:
+        """The standard error; NaN if it is unknown."""
+
+    def text(self, digits: int) -> str:
+        """Return the number and its error with this many decimals."""
 
 
-def estimates_of(results: Results) -> Iterator[tuple[Quantity, Estimate]]:
+def estimates_of(
+    labelled: Mapping[str, LabelledResult], outliers: Mapping[str, OutlierResult]
+) -> Iterator[tuple[Quantity, Estimate]]:
     """Yield the metrics of a method, with standard errors over the data points where they are known."""
-    for name, labelled in results.labelled.items():
-        for metric, value in labelled.metrics.items():
-            yield Quantity(name, metric), Estimate.of(value, labelled.errors.get(metric))
-    for name, outliers in results.outliers.items():
-        if outliers.confidence is not None:
-            yield Quantity(name, "confidence"), Estimate.of(outliers.confidence, outliers.confidence_error)
-        if outliers.std is not None:
-            yield Quantity(name, "std"), Estimate.of(outliers.std, outliers.std_error)
-        for score, values in outliers.scores.items():
-            errors = outliers.errors.get(score, {})
+    for name, on_labelled in labelled.items():
+        for metric, value in on_labelled.metrics.items():
+            yield Quantity(name, metric), Estimate.of(value, on_labelled.errors.get(metric))
+    for name, on_outliers in outliers.items():
+        if on_outliers.confidence is not None:
+            yield Quantity(name, "confidence"), Estimate.of(on_outliers.confidence, on_outliers.confidence_error)
+        if on_outliers.std is not None:
+            yield Quantity(name, "std"), Estimate.of(on_outliers.std, on_outliers.std_error)
+        for score, values in on_outliers.scores.items():
+            errors = on_outliers.errors.get(score, {})
             for metric, value in values.items():
                 yield Quantity(name, metric, score), Estimate.of(value, errors.get(metric))
 
@@ -56,7 +61,9 @@ class Numbers:
     """The numbers of every method in a comparison."""
 
     def __init__(self, methods: Mapping[str, MethodResult]) -> None:
-        self._estimates = {method: dict(estimates_of(result)) for method, result in methods.items()}
+        self._estimates = {
+            method: dict(estimates_of(result.labelled, result.outliers)) for method, result in methods.items()
+        }
 
     def __call__(self, quantity: Quantity, factor: float = 1.0) -> dict[str, Estimate | None]:
         """Return each method's estimate of a quantity on one set, multiplied by a factor, or None for a method that lacks it."""

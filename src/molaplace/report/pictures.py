@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from molaplace.evaluation import Examples, Pictures, SetInfo
 from molaplace.report.curves import Estimates
+from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 
 IMAGES = 6
@@ -83,45 +83,48 @@ def _paint(stroke: Mapping[str, Any]) -> tuple[str, float]:
     return stroke["color"], 1.0 if stroke["linestyle"] == "-" else 0.5
 
 
-@dataclass(frozen=True)
-class HistogramColumn:
-    """A column of `draw_histograms`: each method's confidence on a set of outliers."""
+def draw_histograms(
+    numbers: Callable[[Quantity], Estimates],
+    test: SetInfo,
+    outliers: Sequence[SetInfo],
+    histograms: Mapping[str, Mapping[str, ArrayLike]],
+) -> Figure:
+    """Draw histograms of each method's confidence on sets of outliers and on test data.
 
-    title: str
-    counts: Mapping[str, ArrayLike]
-    """Number of outliers in each confidence bin, by method; empty if there are no outliers."""
-    means: Mapping[str, Estimates]
-    """Estimates shown above each histogram, such as the mean confidence and the AUROC, by name and method."""
-
-
-def draw_histograms(test: Mapping[str, ArrayLike], columns: Sequence[HistogramColumn]) -> Figure:
-    """Draw histograms of each method's confidence on outliers and on test data; `test` contains the counts on the test data."""
-    painted = colours(test)
-    figure, panels = canvas(len(test), len(columns), 1.35, sharex=True, sharey=True)
-    cells = [(method, column) for method in test for column in columns]
-    for index, (panel, (method, column)) in enumerate(zip(panels, cells, strict=True)):
-        if index < len(columns):
-            panel.set_title(column.title, pad=15, fontsize=9)
-        if index % len(columns) == 0:
+    `numbers` returns the mean confidences and AUROCs shown above each histogram. `histograms` contains the number of inputs in each
+    confidence bin, by method and by name of the set.
+    """
+    painted = colours(histograms)
+    columns = list(outliers) or [test]
+    confidence = [numbers(Quantity(info.name, "confidence")) for info in columns]
+    auroc = [numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)) for info in columns]
+    figure, panels = canvas(len(histograms), len(columns), 1.35, sharex=True, sharey=True)
+    for index, panel in enumerate(panels):
+        row, column = divmod(index, len(columns))
+        method = list(histograms)[row]
+        by_set = histograms[method]
+        if row == 0 and outliers:
+            panel.set_title(columns[column].title, pad=15, fontsize=9)
+        if column == 0:
             panel.set_ylabel(method, fontweight="bold", fontsize=8)
-        if index >= len(panels) - len(columns):
+        if row == len(histograms) - 1:
             panel.set_xlabel("confidence")
         # Most of the test data are in the last bin; a square-root scale makes the other bins visible.
         panel.set_yscale("function", functions=(np.sqrt, np.square))
         panel.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.1, 0.5, 1])
         quiet_axes(panel)
-        _draw_shares(panel, column.counts.get(method), {"color": painted[method], "fill": True, "alpha": 0.75})
-        _draw_shares(panel, test[method], {"color": INK})
-        known = {name: estimate for name, by in column.means.items() if (estimate := by.get(method)) is not None}
-        words = [f"{name} {estimate.value:.3f}" for name, estimate in known.items()]
+        if outliers and columns[column].name in by_set:
+            _draw_shares(panel, by_set[columns[column].name], {"color": painted[method], "fill": True, "alpha": 0.75})
+        _draw_shares(panel, by_set[test.name], {"color": INK})
+        means = {"mean": confidence[column].get(method), "AUROC": auroc[column].get(method)}
+        words = [f"{name} {mean.value:.3f}" for name, mean in means.items() if mean is not None]
         # Inside the panel, the text would hide bars, so it is placed above the panel.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
-    outliers = any(column.counts for column in columns)
     figure.supxlabel("filled: outliers, outline: test data" if outliers else "share of the test data", fontsize=8)
     return figure
 
 
-def _draw_shares(panel: Axes, counts: ArrayLike | None, style: Mapping[str, Any]) -> None:
-    totals = np.asarray([] if counts is None else counts, dtype=float)
+def _draw_shares(panel: Axes, counts: ArrayLike, style: Mapping[str, Any]) -> None:
+    totals = np.asarray(counts, dtype=float)
     if totals.sum() > 0:
         panel.stairs(totals / totals.sum(), np.linspace(0.0, 1.0, len(totals) + 1), **style)

@@ -9,23 +9,16 @@ import html
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
 from molaplace.evaluation import Estimate
-from molaplace.report.numbers import Quantity
+from molaplace.report.numbers import Formatted, Quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
-
-
-class Formatted(Protocol):
-    """A number that formats itself with its error, such as an `Estimate`."""
-
-    def text(self, digits: int) -> str:
-        """Return the number with this many decimals."""
 
 
 Number = float | Formatted | str | None

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from molaplace.report.curves import draw_against_level, draw_panels, draw_reliability, estimates_panel
-from molaplace.report.figures import RELIABILITY, SHARES, draw_confidence, histograms_of
+from molaplace.report.figures import RELIABILITY, SHARES
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
-from molaplace.report.pictures import MOST_SETS, draw_examples, example_sets
+from molaplace.report.pictures import MOST_SETS, draw_examples, draw_histograms, example_sets
 from molaplace.report.style import Figure, Planned
 from molaplace.report.tables import SHIFT_METRICS
 from molaplace_lab.record import Record
@@ -81,9 +81,9 @@ def draw_suite_histograms(suite: SuiteResults) -> Figure:
     for method, records in suite.runs.items():
         histograms = pooled.setdefault(method, {})
         for record in records:
-            for name, histogram in histograms_of(record).items():
-                histograms[name] = np.array(histogram) + histograms.get(name, 0)
-    return draw_confidence(Numbers(suite.runs), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
+            for name, on_set in (record.labelled | record.outliers).items():
+                histograms[name] = np.array(on_set.histogram) + histograms.get(name, 0)
+    return draw_histograms(Numbers(suite.runs), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
 
 
 def draw_components(suite: SuiteResults) -> Figure:

@@ -120,7 +120,7 @@ EXCESS = "excess_aurc"
 
 def _estimates_of(record: Record) -> dict[Quantity, Estimate]:
     # Return every number of a record, with its standard error over the data points where that is known.
-    estimates = dict(estimates_of(record))
+    estimates = dict(estimates_of(record.labelled, record.outliers))
     for name, result in record.labelled.items():
         if {"aurc", "accuracy"} <= result.metrics.keys():
             wrong = round((1 - result.metrics["accuracy"]) * result.count)
