@@ -242,7 +242,7 @@ def report(
 ) -> None:
     """Present the records as tables, figures and a web page, beside the paper's numbers.
 
-    Writes a self-contained index.html, tables.md, tables.tex and the figures. Needs neither networks nor data.
+    Writes a self-contained index.html, tables.md and the figures. Needs neither networks nor data.
     """
     # Imported here because matplotlib is slow to import.
     from rich.console import Console

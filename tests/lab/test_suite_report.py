@@ -16,10 +16,7 @@ from rich.console import Console
 from molaplace.errors import OptionError
 from molaplace.report.tables import (
     MISSING,
-    Column,
-    as_latex,
     as_markdown,
-    make_table,
     print_table,
 )
 from molaplace_lab.__main__ import main
@@ -192,18 +189,6 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
 # --- forms of a table -----------------------------------------------------------------------------------------------
 
 
-def test_latex_is_sound_whatever_the_names():
-    columns, best = [Column("x", "g_1", "low"), Column("y", "", "high")], ("method_3 & {co}", 0)
-    rows = {f"method_{index} & {{co}}": [-0.5, "50% #"] for index in range(4)}
-    text = as_latex(make_table("100% #1", "see $ and _", columns, rows, {r"\input{paper}": [1.0, 2.0]}, [best]))
-    body = text[text.index(r"\toprule") : text.index(r"\end{longtable}")]
-    cells = [re.split(r"(?<!\\)&", line) for line in body.splitlines() if line.startswith("method")]
-    assert [len(line) for line in cells] == [3] * 4
-    assert r"method\_3 \& \{co\} & \textbf{$-$0.5} & 50\% \#" in text
-    assert r"\textit{ input\{paper\}}" in text
-    assert r"{100\% \#1. see \$ and \_}" in text
-
-
 @pytest.mark.parametrize(("width", "errors"), [(200, True), (60, False)])
 def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, errors):
     console = Console(width=width, file=io.StringIO())
@@ -215,11 +200,9 @@ def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, errors):
 
 def test_every_form_has_every_cell(suite, written):
     tables = suite_tables(suite)
-    latex = (written / "tables.tex").read_text()
     markdown, page = (written / "tables.md").read_text(), (written / "index.html").read_text()
     for table in tables.values():
         assert as_markdown(table) in markdown
-        assert as_latex(table) in latex
         lines = [line for line in as_markdown(table).splitlines() if line.startswith("|")]
         assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(table.columns) + 2}
         for text in table.texts.to_numpy().flat:

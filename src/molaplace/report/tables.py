@@ -1,4 +1,4 @@
-"""Tables of formatted text for the terminal, Markdown, HTML and LaTeX.
+"""Tables of formatted text for the terminal, Markdown and HTML.
 
 Each `Column` defines a heading, the quantity to read from the records, and a number format. All output formats show the same text.
 """
@@ -6,7 +6,6 @@ Each `Column` defines a heading, the quantity to read from the records, and a nu
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -222,22 +221,4 @@ def as_html(table: Table) -> str:
     """Return the table as a `<table>` element."""
     with pd.option_context("display.max_colwidth", None):
         text: str = table.marked(html.escape, "<b>{}</b>", "<i>{}</i>").to_html(escape=False, border=0)
-    return text
-
-
-def escape_latex(text: str) -> str:
-    """Escape text for LaTeX; backslashes, tildes and carets become spaces, and a hyphen before a number becomes a minus sign."""
-    plain = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\~^]", " ", text))
-    return re.sub(r"^-(?=\d)", "$-$", plain)
-
-
-def as_latex(table: Table) -> str:
-    """Return the table as LaTeX code that requires the packages booktabs and longtable; the table may span several pages."""
-    text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
-        column_format="l" + "r" * len(table.columns),
-        escape=False,
-        longtable=True,
-        multicolumn_format="c",
-        caption=f"{escape_latex(table.title)}. {escape_latex(table.caption)}",
-    )
     return text

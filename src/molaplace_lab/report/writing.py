@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import molaplace as mola
-from molaplace.report.tables import as_latex, as_markdown
+from molaplace.report.tables import as_markdown
 from molaplace.report.writing import Progress, draw_figures, no_progress, write_texts, writing_to
 from molaplace_lab.report import words
 from molaplace_lab.report.figures import suite_figures
@@ -18,7 +18,7 @@ from molaplace_lab.report.tables import suite_tables
 
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = no_progress) -> Path:
-    """Write `index.html`, `tables.md`, `tables.tex`, and `figures/<suite>-<name>.svg` and `.png`; return the path of the page."""
+    """Write `index.html`, `tables.md`, and `figures/<suite>-<name>.svg` and `.png`; return the path of the page."""
     planned = {suite.name: suite_figures(suite) for suite in suites}
     files = {(suite, name): _file_name(suite, name) for suite, figures in planned.items() for name in figures}
     made_by = f"Made by `python -m molaplace_lab report {' '.join(planned)}` with molaplace {mola.__version__}."
@@ -32,7 +32,6 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
         ]
         texts = {
             "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
-            "tables.tex": "\n".join(as_latex(table) for report in reports for table in report.tables.values()),
             "index.html": suites_page(reports, made_by),
         }
         return write_texts(texts, directory)
