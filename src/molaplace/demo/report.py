@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import PackageLoader
 from safetensors.torch import save_file
 
-from molaplace.demo.run import METHODS, PAPER, DemoResult
+from molaplace.demo.run import METHODS, DemoResult
 from molaplace.evaluation import Comparison
 from molaplace.report.comparison_tables import comparison_table, outlier_tables, test_table
 from molaplace.report.curves import DASHED, DOTTED, Line, Panel, draw_against_level, draw_panels, draw_reliability
@@ -19,7 +19,7 @@ from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.pictures import draw_examples, example_sets
-from molaplace.report.style import COLOURS, INK, Drawn, Figure, Planned, canvas, colours, strokes
+from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Column, Table, columns_on
 from molaplace.report.writing import Progress, as_json, draw_figures, no_progress, write_texts, writing_to
 
@@ -169,7 +169,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     )
     distance = (
         "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
-        "the theorem's bound. The last panel shows the limit and the bound for other prior precisions."
+        "the theorem's bound."
     )
     plane = "Confidence around the two moons, in a window six times as wide as the data."
     return {
@@ -183,10 +183,9 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 
 
 def draw_distance(result: DemoResult) -> Figure:
-    """Plot the confidence, its limit and its bound against the scale of the input and against the prior precision."""
+    """Plot the confidence, its limit and its bound against the scale of the input."""
     distance = result.distance
     drawn = strokes(METHODS)
-    green = COLOURS["MoLA"]
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []
     for kind, curves in distance.curves.items():
@@ -197,15 +196,6 @@ def draw_distance(result: DemoResult) -> Figure:
                 style = {**drawn[method], "linestyle": dashes}
                 lines.append(Line(ends, [value] * 2, f"{words}, {method}", style))
         panels.append(Panel(f"{kind}, scaled away", lines, {**common, "xlabel": "scale δ of the input"}))
-    tuned = result.comparison.methods[PAPER].chosen["prior_precision"][0]
-    lines = [
-        Line(distance.precisions, distance.limit, f"limit, {PAPER}", {"color": green, "linestyle": DOTTED}),
-        Line(distance.precisions, distance.bound, f"bound, {PAPER}", {"color": green, "linestyle": DASHED}),
-        Line(distance.precisions, distance.test_confidence, f"{PAPER}, test digits", {"color": INK}),
-        Line([tuned] * 2, [0, 1], "λ as tuned", {"color": INK, "linewidth": 0.8, "alpha": 0.6}),
-    ]
-    title = "other prior precisions: noise"
-    panels.append(Panel(title, lines, {**common, "xlabel": "prior precision λ"}))
     return draw_panels(panels, 3.0)
 
 

@@ -69,7 +69,6 @@ NEAR = ("patches of photographs", "noise")
 """Outlier sets with the same range of values as the digits."""
 
 SCALES = np.logspace(0, 6, 25)
-PRECISIONS = np.logspace(-16, 4, 41)
 
 POINTS = 200
 
@@ -109,14 +108,6 @@ class DistanceResult:
     """Mean of the exact far-field limit, by type of input and method, for methods with a Laplace approximation."""
     bounds: dict[str, dict[str, float]]
     """Mean of the theorem's bound, by type of input and method, for methods without a distance exponent."""
-    precisions: Array
-    """Prior precisions for which the three MoLA curves below are computed."""
-    test_confidence: Array
-    """Mean confidence on the test digits for each prior precision."""
-    limit: Array
-    """Mean of the exact far-field limit in the directions of noise inputs, for each prior precision."""
-    bound: Array
-    """Mean of the theorem's bound in the directions of noise inputs, for each prior precision."""
 
 
 @dataclass(frozen=True)
@@ -245,16 +236,11 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
     with_laplace = {name: method for name, method in methods.items() if method.structure is not None}
     # With a distance exponent, the bound differs between inputs; like the limit, it falls to 1/C.
     bounded = {name: method for name, method in with_laplace.items() if method.distance_exponent == 0}
-    posteriors = [methods[PAPER].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
         scales=SCALES,
         curves={kind: {name: curve(method, x) for name, method in methods.items()} for kind, x in kinds.items()},
         limits={kind: {name: limit(method, x) for name, method in with_laplace.items()} for kind, x in kinds.items()},
         bounds={kind: {name: bound(method, x) for name, method in bounded.items()} for kind, x in kinds.items()},
-        precisions=PRECISIONS,
-        test_confidence=np.array([mean_confidence(posterior(kinds[TEST])) for posterior in posteriors]),
-        limit=np.array([limit(posterior, kinds["noise"]) for posterior in posteriors]),
-        bound=np.array([bound(posterior, kinds["noise"]) for posterior in posteriors]),
     )
 
 
