@@ -55,7 +55,8 @@ class Estimate(NamedTuple):
         return value if math.isnan(self.error) else f"{value} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
 
     def __str__(self) -> str:
-        if not 0 < self.error < math.inf:
+        # The error of a constant quantity is due to rounding.
+        if not 1e-6 * abs(self.value) < self.error < math.inf:
             return f"{self.value:.4g}"
         digits = min(max(1 - math.floor(math.log10(self.error)), 0), 6)  # show two significant digits of the error
         return self.text(digits)

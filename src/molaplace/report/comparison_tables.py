@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from molaplace.evaluation import CLEAR, Comparison, Estimate, SetInfo
@@ -91,7 +90,7 @@ def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]
     """Return the AUROC and the FPR95 of every score on a set of outliers; a combined table would be too wide."""
     first = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
     if comparison.regression:
-        first = Column("mean std.", digits=digits_of(comparison, "std"), quantity=Quantity(info.name, "std"))
+        first = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
     caption = f"{set_words(info)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
     below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
     areas = _by_score(comparison, Column("", "AUROC %", "high", 1, Quantity(info.name, "auroc"), 100))
@@ -124,7 +123,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
         for interval in decisions.intervals:
             realised = Estimate.of(interval.realised, interval.realised_error).scaled(100)
             rows[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
-        last = Column("mean width", digits=_width_digits(comparison))
+        last = Column("mean width", digits=None)
         return [make_table("Decisions", caption, [Column("promised %"), Column("on test data %"), last], rows)]
     for answers in decisions.answers:
         rates = [None if rate is None else 100 * rate for rate in (answers.realised, answers.answered)]
@@ -184,32 +183,6 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
 
 # --- regression ------------------------------------------------------------------------------------------------------
 
-MOST_DIGITS = 8
-
-
-def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Return the number of decimals needed to show two digits of the smallest error without showing more than five digits of the
-    # largest value. The error of a constant quantity is almost zero and would otherwise require too many decimals.
-    values, errors = zip(*pairs, strict=True)
-    largest = max(map(abs, values))
-    if largest == 0:
-        return 1
-    most = 4 - math.floor(math.log10(largest))
-    known = [error for error in errors if error is not None and error > 1e-6 * largest]
-    wanted = 1 - math.floor(math.log10(min(known))) if known else most
-    return min(MOST_DIGITS, max(0, min(wanted, most)))
-
-
-def digits_of(comparison: Comparison, metric: str) -> int:
-    """Return the number of decimals for a metric on the test data, chosen from its values and standard errors."""
-    results = comparison.on_test.values()
-    return _digits((result.metrics[metric], result.errors.get(metric)) for result in results)
-
-
-def _width_digits(comparison: Comparison) -> int:
-    return max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
-
-
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
 """Regression metrics; lower is better for all of them."""
 
@@ -217,17 +190,14 @@ REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
 def _regression_tables(comparison: Comparison) -> list[Table]:
     test = comparison.test.name
     own = comparison.own
-    columns = {
-        name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
-    }
-    columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
+    columns = {name: Column(title, better="low", digits=None) for name, title in REGRESSION.items()}
+    columns["std"] = Column("mean std.", digits=None)
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     levels = [f"{100 * level:g}" for level in LEVELS]
-    digits = _width_digits(comparison)
     coverages = [
         Column(f"{level} %", "covered, in %", None, 1, Quantity(test, f"coverage_{level}"), 100) for level in levels
     ]
-    widths = [Column(f"{level} %", "mean width", None, digits, Quantity(test, f"width_{level}")) for level in levels]
+    widths = [Column(f"{level} %", "mean width", None, None, Quantity(test, f"width_{level}")) for level in levels]
     below = "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
     tables = [
         comparison_table(comparison, "On the test data", caption, columns_on(test, columns)),
@@ -235,9 +205,7 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     ]
     if gaps := comparison.differences:
         caption = f"Paired differences between each method and {own}. {own} is better if the difference is positive."
-        heads = [
-            Column(title, digits=_digits(gap[metric] for gap in gaps.values())) for metric, title in REGRESSION.items()
-        ]
+        heads = [Column(title, digits=None) for title in REGRESSION.values()]
         values = {method: [Estimate.of(*gap[metric]) for metric in REGRESSION] for method, gap in gaps.items()}
         tables.append(make_table(f"Compared with {own}", caption, heads, values))
     return tables
@@ -253,13 +221,18 @@ def _output_table(comparison: Comparison) -> Table | None:
     results = [detail.outputs for detail in details if detail is not None]
     if len(results[0]) < 2:
         return None
+    columns = [
+        Column(method, title, digits=1 if metric == "coverage_90" else None)
+        for metric, title in OUTPUT_COLUMNS.items()
+        for method in methods
+    ]
     values: dict[str, list[Number]] = {output: [] for output in results[0]}
-    for output, row in values.items():  # each output is formatted separately, because units may differ
+    for output, row in values.items():
         for metric in OUTPUT_COLUMNS:
-            pairs = [(result[output].metrics[metric], result[output].errors[metric]) for result in results]
-            factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
-            row += [Estimate.of(*pair).scaled(factor).text(digits) for pair in pairs]
-    columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
+            estimates = [
+                Estimate.of(result[output].metrics[metric], result[output].errors[metric]) for result in results
+            ]
+            row += [estimate.scaled(100 if metric == "coverage_90" else 1) for estimate in estimates]
     count = len(comparison.classes)
     title = "Output by output" if count == len(values) else f"The first {len(values)} of {count} outputs"
     return make_table(

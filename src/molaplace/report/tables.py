@@ -36,7 +36,8 @@ class Column:
     """Heading above several adjacent columns."""
     better: Literal["low", "high"] | None = None
     """Direction of improvement; None if neither direction is better."""
-    digits: int = 1
+    digits: int | None = 1
+    """Number of decimals; None shows two significant digits of the standard error."""
     quantity: Quantity = NOWHERE
     factor: float = 1.0
     """Factor that converts numbers in the records to the unit of the column."""
@@ -107,7 +108,7 @@ def _text(number: Number, column: Column) -> str:
     if number is None or isinstance(number, str):
         return MISSING if number is None else number
     formatted = Estimate(number) if isinstance(number, (int, float)) else number
-    return formatted.text(column.digits)
+    return str(formatted) if column.digits is None else formatted.text(column.digits)
 
 
 SHIFT_METRICS = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from molaplace.evaluation import CLEAR, SAME, Comparison, Lead
+from molaplace.evaluation import CLEAR, SAME, Comparison, Estimate, Lead
 from molaplace.evaluation.estimates import Name
-from molaplace.report.comparison_tables import SCORE_NAMES, digits_of
+from molaplace.report.comparison_tables import SCORE_NAMES
 
 METHODS = {
     "MAP": "the first network, unchanged",
@@ -58,23 +59,21 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
 def _loss_sentence(comparison: Comparison) -> str:
     # Compare the posterior with the plain networks and, given validation data, with their rescaled versions ("-T" or "-N").
     loss = "negative log-likelihood" if comparison.regression else "log loss"
-    digits = digits_of(comparison, "nll") if comparison.regression else 4
     base = comparison.baseline
     rivals = [method for method in (base, f"{base}-T", f"{base}-N") if method in comparison.methods]
-    verdicts = [_against(method, *comparison.differences[method]["nll"], digits) for method in rivals]
+    verdicts = [_against(method, Estimate.of(*comparison.differences[method]["nll"])) for method in rivals]
     value = comparison.on_test[comparison.own].metrics["nll"]
-    return f"The {loss} of {comparison.own}, {value:.{digits}f}, is {' and '.join(verdicts)}."
+    return f"The {loss} of {comparison.own}, {value:.4g}, is {' and '.join(verdicts)}."
 
 
-def _against(method: str, gap: float, error: float | None, digits: int) -> str:
-    if max(abs(gap), error or 0.0) < SAME:
+def _against(method: str, gap: Estimate) -> str:
+    if abs(gap.value) < SAME and not gap.error >= SAME:
         return f"equal to that of {method}"
-    size = f"{abs(gap):.{digits}f}"
-    direction = "lower" if gap > 0 else "higher"
-    if error is None:
+    size = Estimate(abs(gap.value), gap.error)
+    direction = "lower" if gap.value > 0 else "higher"
+    if math.isnan(gap.error):
         return f"{direction} than that of {method} (by {size}, for a single input)"
-    size += f" \N{PLUS-MINUS SIGN} {error:.{digits}f}"
-    if abs(gap) > CLEAR * error:
+    if size.value > CLEAR * gap.error:
         return f"clearly {direction} than that of {method} (by {size})"
     return f"not clearly different from that of {method} ({size} {direction})"
 
