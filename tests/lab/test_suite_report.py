@@ -22,11 +22,10 @@ from molaplace.report.tables import (
 from molaplace_lab.__main__ import main
 from molaplace_lab.report import paper_numbers
 from molaplace_lab.report.figures import suite_figures
-from molaplace_lab.report.page import SuiteReport, suites_page
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables
 from molaplace_lab.report.words import suite_findings
-from molaplace_lab.report.writing import write_report
+from molaplace_lab.report.writing import SuiteReport, suites_page, write_report
 from molaplace_lab.store import Store
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 from tests.pages import Page

@@ -21,28 +21,12 @@ from molaplace_lab.store import COST, SUITE, Store, read_record
 MAIN = "main"
 """Name of the group that contains the methods compared by a suite; all other groups are ablations."""
 
-METHODS = {
-    "MAP": "the first network, unchanged",
-    "MAP-T": "MAP with a temperature tuned on the validation data",
-    "DE": "the plain deep ensemble: the mean of all networks' probabilities",
-    "DE-T": "DE with a temperature tuned on the validation data",
-    "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
-    "SWAG": "a Gaussian fitted to the weights from the last training steps",
-    "MultiSWAG": "a mixture of SWAGs",
-    "MIMO": "one network that makes several predictions in one forward pass",
-    "LLLA": "the first network, with a Laplace approximation of its last layer",
-    "LLLA (distance)": "MoLA (distance) with the first network only",
-    "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
-    "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
-    "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
-    "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
-    "MoLA (NLL)": "MoLA tuned by validation log loss",
-    "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
-    "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",
-    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
-    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
-}
-"""Descriptions of known methods, in table order. Tables list unknown methods last, sorted by name."""
+METHOD_ORDER = (
+    *("MAP", "MAP-T", "DE", "DE-T", "DE-L", "SWAG", "MultiSWAG", "MIMO"),
+    *("LLLA", "LLLA (distance)", "LLLA (calibrated)", "MIMO-MoLA"),
+    *("MoLA", "MoLA (NLL)", "MoLA (distance)", "MoLA (calibrated)", "MoLA (all layers)", "MoLA (subnetwork)"),
+)
+"""Known methods in table order. Tables list unknown methods last, sorted by name."""
 
 SCORE_ORDER = (
     "max probability",
@@ -66,7 +50,7 @@ SUITE_SCHEMA: dict[str, Any] = {
     "components": int,
     "threshold": Optional(float),
     "shift": Optional({"title": str, "axis": str}),
-    "sets": {str: {"title": str, "role": str}},
+    "sets": {str: {"title": str, "role": str, "count": int}},
     "examples": {str: {"shape": [int], "pixels": str}},
     "classes": [str],
     "notes": [str],
@@ -143,7 +127,7 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
     document = _document(store, name, SUITE, SUITE_SCHEMA) or {}
     cost = _document(store, name, COST, COST_SCHEMA) or {"rows": [], "settings": {}, "environment": {}}
     records, unread = _readable_records(store, name)
-    overlap = _overlap(document, store.directory / name / SUITE)
+    overlap = _overlap(document)
     records.sort(key=lambda record: (record.group, *_rank(record.method), record.run))
     groups: dict[str, dict[str, tuple[Record, ...]]] = {}
     for record in records:
@@ -158,9 +142,7 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         axis=shift["axis"],
         sets=sets,
         pictures={
-            pictured: _pictures(
-                images, f"{store.directory / name / SUITE}: images of {pictured!r}", sets[pictured].role
-            )
+            pictured: _pictures(images, sets[pictured].role)
             for pictured, images in document["examples"].items()
             if pictured in sets
         },
@@ -198,23 +180,18 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
     return records, warnings
 
 
-def _overlap(document: dict[str, Any], path: Path) -> float:
+def _overlap(document: dict[str, Any]) -> float:
     # Return the correction for runs that share data; see `Record.overlap`.
     if not document.get("experiment", {}).get("options", {}).get("cross_fit"):
         return 0.0
-    try:
-        tested, *others = (document["sets"][role]["count"] for role in ("test", "train", "validation"))
-    except KeyError as error:
-        raise StorageError(
-            f"{path}: the size of the set {error} is missing, but a cross-fit requires it. {AGAIN}"
-        ) from error
-    return float(tested / sum(others))
+    count = {name: info["count"] for name, info in document["sets"].items()}
+    return float(count["test"] / (count["train"] + count["validation"]))
 
 
 def _rank(method: str) -> tuple[int, list[str]]:
     # Numbers within names are compared as numbers, so that K=2 comes before K=10.
     parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
-    return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
+    return (METHOD_ORDER.index(method) if method in METHOD_ORDER else len(METHOD_ORDER), parts)
 
 
 def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
@@ -233,14 +210,12 @@ def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]
     }
 
 
-def _pictures(images: dict[str, Any], where: str, role: Role) -> Pictures:
-    try:
-        content = base64.b64decode(images["pixels"], validate=True)
-        pixels = np.frombuffer(content, dtype=np.uint8).reshape(images["shape"]).transpose(0, 2, 3, 1)
-    except ValueError as error:
-        raise StorageError(f"{where} cannot be read ({error}). {AGAIN}") from error
+def _pictures(images: dict[str, Any], role: Role) -> Pictures:
+    pixels = np.frombuffer(base64.b64decode(images["pixels"]), dtype=np.uint8)
     labels = images.get("label")
-    return Pictures(pixels, tuple(labels) if labels and role != "outlier" else None)
+    return Pictures(
+        pixels.reshape(images["shape"]).transpose(0, 2, 3, 1), tuple(labels) if labels and role != "outlier" else None
+    )
 
 
 # --- records that can be compared ------------------------------------------------------------------------------------

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from molaplace.evaluation import SAME
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
-from molaplace.report.words import Finding
+from molaplace.report.words import METHODS, Finding
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import Numbers, is_clear, shared_outliers
+
+DESCRIPTIONS = {
+    **METHODS,
+    "MoLA": METHODS["MoLA (threshold)"],
+    "SWAG": "a Gaussian fitted to the weights from the last training steps",
+    "MultiSWAG": "a mixture of SWAGs",
+    "MIMO": "one network that makes several predictions in one forward pass",
+    "LLLA (distance)": "MoLA (distance) with the first network only",
+    "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
+    "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
+    "MoLA (NLL)": "MoLA tuned by validation log loss",
+    "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
+    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
+    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
+}
+"""Descriptions of the methods of suites, whose MoLA is tuned by the paper's rule."""
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 """Pairs of a method and the ensemble with which it is compared."""
