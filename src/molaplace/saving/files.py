@@ -1,11 +1,11 @@
 """Folders that contain a JSON document and a safetensors file. A reader sees either the old or the new state, never a mixture.
 
 First, the tensors are written to a file with a new random name. Then a document that refers to this file atomically replaces the old
-document. Finally, the old document's tensors are removed. After a crash at any point, the folder can still be loaded.
+document. Finally, the old document's tensors are removed. After a crash at any point, the folder can still be loaded; unused tensors
+may stay behind.
 
 Several processes may save to one folder at the same time: because no two saves share a name, none removes the tensors of another, and
-the last document wins. If two save within the same moment, the tensors of one stay behind for a day. A reader whose tensors disappear
-finds another document and reads again.
+the last document wins. A reader whose tensors disappear finds another document and reads again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import hashlib
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ VERSION = 1
 DOCUMENT = "posterior.json"
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 """Names of the files that `write_folder` writes beside the document. No other file is ever read or removed."""
-LEFTOVERS = re.compile(rf"{TENSORS.pattern}|\..*\.partial")
-"""Names of the files that interrupted saves, or saves at the same time, may leave behind."""
-MAX_AGE = 24 * 60 * 60
-"""Age in seconds from which a save removes such files."""
-MAX_READS = 1000
-"""Number of times that a reader reads again because the folder has been replaced in the meantime."""
 
 
 @contextmanager
@@ -72,33 +65,17 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     must have a "kind" entry, such as "swag"; a folder of a different kind is not overwritten.
     """
     folder = Path(directory)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"the folder {folder} cannot be created: {error.strerror}. Choose another folder."
-        ) from error
     _replaceable_tensors(folder, document["kind"])
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     name = f"tensors-{uuid.uuid4().hex[:16]}.safetensors"
     entry = {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
-    try:
-        text = json.dumps(
-            sealed({"format": FORMAT, "version": VERSION, **document, "tensors": entry}), indent=2, allow_nan=False
-        )
-    except ValueError as error:
-        raise StorageError(
-            f"nothing was saved to {folder}, because the document contains values that JSON cannot represent ({error})."
-        ) from error
+    complete = sealed({"format": FORMAT, "version": VERSION, **document, "tensors": entry})
+    text = json.dumps(complete, indent=2, allow_nan=False)
     write_atomically(folder / name, content)
     old = _replaceable_tensors(folder, document["kind"])  # again, because another process may have saved by now
     write_atomically(folder / DOCUMENT, text.encode())
     if old is not None:
         (folder / old).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process may have removed the file
-            if LEFTOVERS.fullmatch(path.name) and path.name != name and time.time() - path.stat().st_mtime > MAX_AGE:
-                path.unlink()
     return folder
 
 
@@ -124,8 +101,8 @@ def read_folder(
     Raises `StorageError` if a file is missing, damaged or not written by molaplace, or if the saved object's kind is not `kind`.
     """
     folder = Path(directory)
-    document = read_document(folder)
-    for _ in range(MAX_READS):
+    while True:
+        document = read_document(folder)
         if document["kind"] != kind:
             raise StorageError(
                 f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
@@ -135,13 +112,8 @@ def read_folder(
         try:
             return document, _read_tensors(folder, document["tensors"])
         except StorageError:
-            newer = read_document(folder)
-            if newer == document:  # the tensors are missing or damaged, and no other process has replaced them
+            if read_document(folder) == document:  # no other process has replaced the tensors, so they are damaged
                 raise
-            document = newer
-    raise StorageError(
-        f"{folder} was replaced {MAX_READS} times while it was read. Read it when no process writes to it."
-    )
 
 
 def kind_of(directory: str | Path) -> str | None:

@@ -52,8 +52,8 @@ def check_seal(document: Mapping[str, Any], name: object) -> None:
     """Raise `StorageError` unless the content of a document matches its checksum."""
     if document.get(SEAL) != _checksum(document):
         raise StorageError(
-            f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or save it "
-            f"again. To change settings, use Python or `molaplace fit --config`."
+            f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or write it "
+            f"again with other settings."
         )
 
 
