@@ -115,26 +115,12 @@ class Team:
 
         The number of rows may differ between ranks. A rank without rows passes None.
         """
-        local = None if rows is None else rows.detach().cpu().contiguous()
-        forms = self.collect(None if local is None else (local.dtype, tuple(local.shape)))
-        kinds = {(form[0], form[1][1:]) for form in forms if form is not None}
+        parts = [part for part in self.collect(None if rows is None else rows.detach().cpu()) if part is not None]
+        kinds = {(part.dtype, tuple(part.shape[1:])) for part in parts}
         if len(kinds) != 1:
-            received = (
-                "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
-            )
             raise OptionError(
-                f"expected rows on at least one rank, all with the same dtype and row shape; got {received}."
+                f"expected rows on at least one rank, all with the same dtype and row shape; got {kinds or 'none'}."
             )
-        parts = []
-        for rank, form in enumerate(forms):
-            if form is None:
-                continue
-            part = (
-                local if rank == self.rank and local is not None else torch.empty(form[1], dtype=form[0], device="cpu")
-            )
-            if self.size > 1 and part.numel():  # sent as bytes, because Gloo does not support every dtype
-                dist.broadcast(part.view(-1).view(torch.uint8), group=self._group, group_src=rank)
-            parts.append(part)
         return torch.cat(parts)
 
 

@@ -44,7 +44,7 @@ def check_rows(team):
         assert torch.equal(team.gather(parts[team.rank]), whole)
     assert team.gather(torch.empty(0, 3)).shape == (0, 3)
     assert team.gather(torch.arange(6).reshape(2, 3).t()).tolist() == [[0, 3], [1, 4], [2, 5]] * SIZE
-    with pytest.raises(OptionError, match="none on any"):
+    with pytest.raises(OptionError, match="none"):
         team.gather(None)
     with pytest.raises(OptionError, match="same dtype and row shape"):
         team.gather(torch.zeros(2, 3 + team.rank))
