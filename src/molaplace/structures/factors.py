@@ -140,6 +140,13 @@ class KroneckerStructure(Structure):
             averages[name] = added.count * (beta * before + (1 - beta) * mean)
         return replace(added, tensors=added.tensors | averages)
 
+    @staticmethod
+    def solve_factors(sums: Sums) -> tuple[int, int, int, FeatureFactor, OutputFactor]:
+        """Eigendecompose both factors; return the numbers of outputs, features and data points, and the factors."""
+        output_factor = OutputFactor.solve(sums)
+        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        return len(output_factor.values), len(feature_factor.values), sums.count, feature_factor, output_factor
+
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of both factors."""
         return 8 * 4 * (features**2 + outputs**2)

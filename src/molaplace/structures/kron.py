@@ -17,7 +17,7 @@ from torch import Tensor
 
 from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import Curvature, Precision, as_column
-from molaplace.structures.factors import FeatureFactor, KroneckerStructure, OutputFactor, ProductCurvature
+from molaplace.structures.factors import KroneckerStructure, OutputFactor, ProductCurvature
 from molaplace.sums import Sums
 
 
@@ -35,11 +35,7 @@ class Kron(KroneckerStructure):
 
     def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose both factors."""
-        output_factor = OutputFactor.solve(sums)
-        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
-        outputs = len(output_factor.values)
-        features = len(feature_factor.values)
-        return KronCurvature(outputs, features, sums.count, feature_factor, output_factor)
+        return KronCurvature(*self.solve_factors(sums))
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,7 @@ class KronExact(KroneckerStructure):
 
     def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose both factors."""
-        output_factor = OutputFactor.solve(sums)
-        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
-        outputs = len(output_factor.values)
-        features = len(feature_factor.values)
-        return KronExactCurvature(outputs, features, sums.count, feature_factor, output_factor)
+        return KronExactCurvature(*self.solve_factors(sums))
 
 
 @dataclass(frozen=True)
