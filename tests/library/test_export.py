@@ -328,18 +328,22 @@ def test_regression(kind, heteroscedastic, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "network", "shape"),
+    ("kind", "build", "shape"),
     [
-        ("torch_export", nn.Sequential(nn.Linear(SIDE, 6), nn.Tanh(), nn.Linear(6, 3)), (1, SIDE)),
+        ("torch_export", lambda: nn.Sequential(nn.Linear(SIDE, 6), nn.Tanh(), nn.Linear(6, 3)), (1, SIDE)),
         pytest.param(
-            "onnx", nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1)), (6, 6), marks=pytest.mark.slow
+            "onnx",
+            lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1)),
+            (6, 6),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["sequence", "image"],
 )
-def test_dense_outputs_keep_their_layout(kind, network, shape, tmp_path):
+def test_dense_outputs_keep_their_layout(kind, build, shape, tmp_path):
     inputs = data()[0]
-    posterior = mola.fit(network.float(), [(inputs, torch.randint(3, (60, *shape)))], progress=False)
+    networks = [decided(build()) for _ in range(2)]
+    posterior = scaled(mola.fit(networks, [(inputs, torch.randint(3, (60, *shape)))], progress=False))
     getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:2])
     compare_file(tmp_path / "file", posterior)
 

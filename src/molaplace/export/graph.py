@@ -66,11 +66,6 @@ class Signature:
                 f"must be tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}.",
                 argument="example",
             )
-        for name, value in tensors.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError(
-                    f"must be a batch of valid inputs, but {name} contains NaN or infinite values.", argument="example"
-                )
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
