@@ -83,11 +83,6 @@ def save(
         )
     helpers = {"tokenizer": tokenizer, "processor": processor}
     helpers = {role: helper for role, helper in helpers.items() if helper is not None}
-    for role, helper in helpers.items():
-        if not hasattr(helper, "save_pretrained"):
-            raise OptionError(
-                f"must be an object with a save_pretrained method, got {type(helper).__name__}.", argument=role
-            )
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError(
             "must be results for this posterior alone, from mola.evaluate(posterior, test_loader).",
@@ -95,8 +90,6 @@ def save(
         )
     outputs = _class_names(posterior, classes)
     target = Path(folder).resolve()
-    if target.exists() and not target.is_dir():
-        raise StorageError(f"{target} is a file. Pass the path of a folder.")
     if (target / CONFIG).exists():
         _read_config(target)  # raises StorageError for a folder written by another library
     target.mkdir(parents=True, exist_ok=True)
