@@ -126,7 +126,7 @@ def bench(
         typer.Option(
             metavar="NAMES",
             help="Folder of trained networks (by default networks/SUITE), or a comma-separated list: package.module:function, "
-            "timm:NAME=FILE, torchvision:NAME=FILE",
+            "package.module:function=FILE",
         ),
     ] = None,
     network: Architecture = None,
@@ -186,7 +186,7 @@ def bench(
     count = components or definition.components
     names = networks or str(Path("networks") / suite)
     if are_names(names):
-        # Networks given by name, such as timm:NAME=FILE, resize and normalise images themselves.
+        # Networks given by name resize and normalise images themselves.
         options = replace(options, normalisation=normalisation or "none")
     with join() as team:
         progress = _progress(quiet=quiet or not team.first)
@@ -273,7 +273,7 @@ def report(
 def _open_networks(suite: Suite, names: str, network: str | None, options: DataOptions) -> tuple[str, list[Network]]:
     # Return the name of the architecture and the trained networks, which are listed by name or stored in a folder.
     if are_names(names):
-        networks = open_named(names, suite.outputs)
+        networks = open_named(names)
         return ", ".join(network.label for network in networks), networks
     name, build = suite.builder(network)
     paths = find_networks(Path(names))

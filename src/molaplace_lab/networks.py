@@ -1,36 +1,25 @@
 """The trained networks of a suite, from a folder or listed individually, and training, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ..., written by the command `train` or another program. Architectures from timm
-and torchvision, and user functions, are listed individually by name:
-
-| name | network |
-|---|---|
-| `package.module:function` | the function's return value, with its own weights |
-| `package.module:function=FILE` | the function's return value, with weights from a file |
-| `timm:NAME=FILE` | an architecture from timm, with weights from a file |
-| `torchvision:NAME=FILE` | an architecture from torchvision, with weights from a file |
+A folder contains `00.safetensors`, `01.safetensors`, ..., written by the command `train` or another program. Networks of user functions
+are listed individually: `package.module:function` stands for the function's return value, with its own weights, and
+`package.module:function=FILE` for the same network with weights from a file.
 
 Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with pixel
-values from 0 to 1. Networks from timm and torchvision resize and normalise images as these libraries do. A user's function must return
-a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
+values from 0 to 1. A user's function must therefore return a network that resizes and normalises its images itself, such as a
+`mola.network.Resized`.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from molaplace.distributed import Team
-from molaplace.errors import OptionError, StorageError, importing
+from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder
-from molaplace.network import Resized
 from molaplace.saving.schema import check
 from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network, Progress
@@ -163,74 +152,18 @@ def find_networks(directory: Path) -> list[Path]:
 
 # --- networks listed individually
 
-TIMM, TORCHVISION = "timm:", "torchvision:"
-
 
 def are_names(text: str) -> bool:
     """Return True if the text lists individual networks by name, and False if it is the path of a folder."""
     return ":" in text and not Path(text).expanduser().is_dir()
 
 
-def open_named(text: str, classes: int) -> list[Network]:
-    """Open a comma-separated list of networks (see the module docstring); networks from libraries have `classes` outputs."""
+def open_named(text: str) -> list[Network]:
+    """Open a comma-separated list of networks (see the module docstring)."""
     networks = []
     for entry in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = entry.partition("=")
         path = Path(file).expanduser() if file else None
-        if path is not None and not path.is_file():
-            raise OptionError(
-                f"the file {path} with the weights of {name} does not exist. Expected a file in safetensors or torch.save format."
-            )
-        library = name.startswith((TIMM, TORCHVISION))
-        if path is None and library:
-            raise OptionError(f"{name} has no trained weights. Specify a weight file: {name}=FILE.")
-        build = partial(_resized, name, classes) if library else import_builder(name)
+        build = import_builder(name)
         networks.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), entry))
     return networks
-
-
-def timm_builder(name: str) -> Callable[[int], nn.Module]:
-    """Return a function that builds an untrained network from timm for a given number of classes."""
-    if ":" in name:
-        raise OptionError(
-            f"timm:{name} would be downloaded. Expected the plain name of an architecture, such as resnet18."
-        )
-    return partial(_made, TIMM + name)
-
-
-def _made(name: str, classes: int) -> nn.Module:
-    library, _, architecture = name.partition(":")
-    with importing(f"the network {name}", library, "hub"):
-        timm = name.startswith(TIMM)
-        module: Any = importlib.import_module("timm" if timm else "torchvision.models")
-    options = {"pretrained": False} if timm else {"weights": None}
-    try:
-        network: nn.Module = (module.create_model if timm else module.get_model)(
-            architecture, num_classes=classes, **options
-        )
-    except (RuntimeError, ValueError) as error:
-        raise OptionError(
-            f"{library} cannot build {architecture!r}: {error}. The library's list_models() returns the available names."
-        ) from error
-    return network
-
-
-def _resized(name: str, classes: int) -> nn.Module:
-    # The network resizes and normalises images as the library does for evaluation.
-    if name.startswith(TIMM):
-        network = timm_builder(name.removeprefix(TIMM))(classes)
-        settings = getattr(network, "pretrained_cfg", None) or {}
-        size = (settings.get("input_size") or (224,))[-1]
-        mean = settings.get("mean") or 0.0
-        std = settings.get("std") or 1.0
-        crop = 1.0 if settings.get("crop_mode") == "squash" else float(settings.get("crop_pct") or 0.875)
-        bicubic = settings.get("interpolation") == "bicubic"
-    else:
-        network = _made(name, classes)
-        weights: Any = importlib.import_module("torchvision.models").get_model_weights(name.removeprefix(TORCHVISION))
-        evaluated = weights.DEFAULT.transforms()
-        size, mean, std = evaluated.crop_size[0], evaluated.mean, evaluated.std
-        crop, bicubic = size / evaluated.resize_size[0], evaluated.interpolation.value == "bicubic"
-    return Resized(
-        network, int(size), crop=crop, mean=mean, std=std, interpolation="bicubic" if bicubic else "bilinear"
-    )

@@ -193,8 +193,6 @@ class Suite:
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
     """Function that returns a dictionary of sets for each fold of a cross-fit; None if the suite has no cross-fit."""
     components: int = 5
-    class_count: int = 0
-    """Number of classes, if `classes` is empty."""
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
     """Notes that reports include for a cross-fit."""
@@ -208,11 +206,6 @@ class Suite:
     """Number of images on which the cost of methods is measured; the cost is extrapolated to all images."""
     cost_of_training: bool = True
     """True to also measure the cost of methods that train networks (SWAG, MIMO)."""
-
-    @property
-    def outputs(self) -> int:
-        """Number of classes."""
-        return self.class_count or len(self.classes)
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
         """Return the name and the builder of a network, from the suite or from the user's `package.module:function`."""

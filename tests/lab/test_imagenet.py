@@ -2,14 +2,12 @@
 
 import os
 import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torch import nn
 from typer.testing import CliRunner
 
 import molaplace as mola
@@ -125,7 +123,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     """In slices, which an interrupted run keeps, and for networks of different sizes."""
     fold = IMAGENET.make_folds(options(root))[3]
     part = fold["severity 2"]
-    networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
+    networks = open_named("sizes_for_test:small,sizes_for_test:large")
     monkeypatch.setattr(storing, "SLICE", 6)
     kept = ActivationCache(tmp_path)
     kept.compute(networks, [part.whole], lambda what, done: None)
@@ -160,7 +158,7 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
     names = "sizes_for_test:small,sizes_for_test:wide"
-    networks, fold = open_named(names, 12), folds[0]
+    networks, fold = open_named(names), folds[0]
     plan = Plan(IMAGENET, names, networks, folds, 1, 2, options=options(root))
     kept, store = ActivationCache(tmp_path / "cache"), Store(tmp_path / "results")
     run_suite(plan, kept, store, lambda doing, done: None)
@@ -192,7 +190,7 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
 )
 def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp_path, name, error, words):
     source = IMAGENET.make_folds(options(root))[0]["test"].whole
-    networks = open_named(f"sizes_for_test:small,sizes_for_test:{name}", 12)
+    networks = open_named(f"sizes_for_test:small,sizes_for_test:{name}")
     with pytest.raises(error, match=words):
         ActivationCache(tmp_path).compute(networks, [source], lambda doing, done: None)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -245,56 +243,14 @@ def test_two_processes_make_the_records_of_one(root, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("run-*.json")} == before
 
 
-# --- networks by name
-
-
-@pytest.fixture
-def libraries(monkeypatch):
-    """timm and torchvision as far as they are asked for anything."""
-
-    def network(classes):
-        return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, classes))
-
-    def create_model(name, pretrained, num_classes):
-        made = network(num_classes)
-        made.pretrained_cfg = {"input_size": (3, 10, 10), "crop_pct": 0.9, "mean": (0.5,) * 3, "std": (0.25,) * 3}
-        return made
-
-    made = types.SimpleNamespace
-    shown = made(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3, interpolation=made(value="bicubic"))
-    models = made(
-        get_model=lambda name, weights, num_classes: network(num_classes),
-        get_model_weights=lambda name: made(DEFAULT=made(transforms=lambda: shown)),
-    )
-    for name, module in {"timm": made(create_model=create_model), "torchvision.models": models}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "torchvision", made(models=models))
-    return network
-
-
-def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_path):
-    torch.manual_seed(3)
-    inner = libraries(7)
-    save_file(inner.state_dict(), tmp_path / "weights.safetensors")
-    names = [f"{name}={tmp_path / 'weights.safetensors'}" for name in ("timm:any", "torchvision:resnet9")]
-    timm, vision = (network.load() for network in open_named(",".join(names), 7))
-    assert (timm.size, timm.crop, vision.size, vision.crop) == (10, 0.9, 14, 0.875)
-    assert (timm.interpolation, vision.interpolation) == ("bilinear", "bicubic")
-    images = torch.rand(4, 3, 16, 16)
-    torch.testing.assert_close(vision(images), inner((images[:, :, 1:15, 1:15] - 0.4) / 0.2))
-    torch.testing.assert_close(timm(images), inner(timm.inputs(images)))
-    first, second = open_named(",".join(names), 7)
-    assert first.checksum != second.checksum
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("timm:any", "has no trained weights. Specify a weight file"),
-        ("timm:any=nowhere.pt", "nowhere.pt with the weights of timm:any does not exist"),
-        ("no_such_module_here:build", "cannot import 'no_such_module_here"),
-    ],
-)
-def test_names_that_cannot_be_used_are_refused(libraries, text, words):
-    with pytest.raises(mola.errors.OptionError, match=words):
-        open_named(text, 10)
+def test_a_named_network_takes_its_weights_from_a_file(root, tmp_path):
+    (small,) = open_named("sizes_for_test:small")
+    network = small.load()
+    torch.nn.init.ones_(network.network.head.bias)
+    save_file(network.state_dict(), tmp_path / "weights.safetensors")
+    (named,) = open_named(f"sizes_for_test:small={tmp_path / 'weights.safetensors'}")
+    images = torch.rand(2, 3, SIDE, SIDE)
+    assert torch.equal(named.load()(images), network(images))
+    assert named.checksum != small.checksum
+    with pytest.raises(mola.errors.OptionError, match="cannot import 'no_such_module_here"):
+        open_named("no_such_module_here:build")

@@ -268,7 +268,6 @@ IMAGENET = Suite(
     make_sources=_sources,
     make_folds=_folds,
     components=3,
-    class_count=CLASSES,
     cost_images=128,
     cost_of_training=False,
     notes=(
