@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -52,6 +52,11 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 def counted(count: int, singular: str, plural: str | None = None) -> str:
     """Return a count and its noun, such as "1 network" or "3 networks"; `plural` is needed only if it is irregular."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first names, separated by commas, followed by "..." if there are more than `most` names."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def is_real(value: object) -> bool:

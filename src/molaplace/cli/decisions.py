@@ -21,7 +21,7 @@ from torch import Tensor
 
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import NAME
-from molaplace.cli.regression import regression_prediction
+from molaplace.cli.networks_alone import regression_prediction
 from molaplace.decisions.abstain import AnswerThreshold, abstain_threshold
 from molaplace.decisions.alarm import alarm_threshold
 from molaplace.decisions.calibration import Calibration
@@ -73,11 +73,6 @@ def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     count = len(columns[SCORE])
     indices = even_indices(count, min(count, MOST_DATA))
     return {name: column[indices] for name, column in columns.items()}
-
-
-def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns as tensors to save, with a prefix added to each name."""
-    return {f"{VALIDATION}{name}": values for name, values in columns.items()}
 
 
 def read_columns(folder: Path) -> dict[str, Tensor]:
@@ -145,29 +140,29 @@ class Decisions:
         return values
 
 
-def saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Return the saved calibration data and OOD scores (n,); error messages refer to the command-line option `option`."""
+def _saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
+    # Return the saved calibration data and OOD scores (n,) of a posterior for one of several classes.
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
-        others = "Use --coverage for intervals" if not likelihood.classification else "Use the OOD alarm instead"
+        instead = "Use the OOD alarm" if likelihood.classification else "Use --coverage for intervals"
         raise OptionError(
             f"{option} requires networks that predict one of several classes, but {fitted.folder} was fitted with --likelihood "
-            f"{likelihood.name}. {others}."
+            f"{likelihood.name}. {instead} instead."
         )
-    columns = _saved_columns_of(fitted, option)
+    columns = _saved_columns(fitted, option)
     return Calibration.of_columns(columns, fitted.outputs), columns[SCORE]
 
 
-def saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
-    columns = _saved_columns_of(fitted, option)
+def _saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
+    # Return the saved predictions and targets (n, D) of a posterior for regression.
+    columns = _saved_columns(fitted, option)
     means = columns[MEANS].transpose(0, 1).contiguous()
     variances = columns[VARIANCES].transpose(0, 1).contiguous()
     # The intervals use neither the noise variance nor OOD scores.
     return regression_prediction(means, variances, variances, fitted.posterior.weights), columns[TARGETS]
 
 
-def _saved_columns_of(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
+def _saved_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
             f"{option} does not support dense outputs, but the networks of {fitted.folder} have dense outputs. The positions of an "
@@ -199,19 +194,12 @@ def make_decisions(
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:
         raise OptionError("--by-class requires --coverage. Pass both or neither.")
-    regression = not fitted.posterior.likelihood.classification
-    for option, is_given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
-        if regression and is_given and not fitted.posterior.is_dense:
-            raise OptionError(
-                f"{option} applies only to classification, but {fitted.folder} contains a regression posterior. Use "
-                f"--coverage 0.9 for intervals."
-            )
     limit = alarm(fitted, false_alarm_rate)
     answer = None
     sets = None
     intervals = None
     if error_rate is not None:
-        known, score = saved_calibration(fitted, "--error-rate")
+        known, score = _saved_calibration(fitted, "--error-rate")
         with _naming("--error-rate"):
             # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
             quiet = known.confidence if limit is None else torch.where(score > limit, -math.inf, known.confidence)
@@ -220,14 +208,14 @@ def make_decisions(
             )
         if answer < 0:  # minus infinity means that all of these inputs are answered, for which JSON has no number
             answer = AnswerThreshold(0.0, **vars(answer))
-    if coverage is not None and regression:
-        prediction, targets = saved_predictions(fitted, "--coverage")
-        with _naming("--coverage"):
-            intervals = prediction_intervals(prediction, targets, coverage)
-    elif coverage is not None:
-        known, _ = saved_calibration(fitted, "--coverage")
+    if coverage is not None and (by_class or fitted.posterior.likelihood.classification):
+        known, _ = _saved_calibration(fitted, "--by-class" if by_class else "--coverage")
         with _naming("--coverage"):
             sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
+    elif coverage is not None:
+        prediction, targets = _saved_predictions(fitted, "--coverage")
+        with _naming("--coverage"):
+            intervals = prediction_intervals(prediction, targets, coverage)
     return Decisions(limit, answer, sets, intervals)
 
 

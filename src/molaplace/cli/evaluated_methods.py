@@ -18,18 +18,17 @@ from torch import Tensor
 
 from molaplace.calibration.temperature import as_classes, fit_temperature
 from molaplace.cli.data.dataset import Loader
-from molaplace.cli.decisions import saved_calibration, saved_predictions
+from molaplace.cli.decisions import make_decisions
 from molaplace.cli.fit import make_rule
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.regression import networks_alone, noise_factors, untuned_noise
-from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
-from molaplace.decisions.sets import PredictionSets, prediction_sets
+from molaplace.cli.networks_alone import networks_alone, noise_factors, untuned_noise
+from molaplace.decisions.intervals import PredictionIntervals
+from molaplace.decisions.sets import PredictionSets
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, collect_warnings
+from molaplace.errors import OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, outlier_scores, regression_scores
 from molaplace.evaluation.columns import LEVELS, flatten_positions
 from molaplace.likelihoods import ClassificationLikelihood
-from molaplace.likelihoods.base import mixed
 from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
 from molaplace.prediction import Prediction, RegressionPrediction
@@ -122,17 +121,13 @@ class EvaluatedMethods:
             )
 
     def _without_laplace(self, method: str, whole: Any) -> Any:
-        count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
         factor = self.alone[method]
-        if isinstance(whole, RegressionPrediction):
-            return networks_alone(self.posterior, whole, count, factor)
-        logits = whole.logit_mean[:count]
-        weights = self.posterior.weights
         if method == LOGITS:
-            logits = torch.tensordot(weights.to(logits), logits, 1)[None]
-        logits = logits / (factor or 1.0)
-        probs = mixed(weights, whole.likelihood.probabilities(logits))
-        return Prediction({"probs": probs, "logit_mean": logits}, likelihood=whole.likelihood)
+            logits = torch.tensordot(self.posterior.weights.to(whole.logit_mean), whole.logit_mean, 1)[None] / factor
+            (probs,) = whole.likelihood.probabilities(logits)
+            return Prediction({"probs": probs, "logit_mean": logits}, likelihood=whole.likelihood)
+        count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
+        return networks_alone(self.posterior, whole, count, factor)
 
     def _scores(self, prediction: Any, *, laplace: bool) -> dict[str, Tensor]:
         if isinstance(prediction, RegressionPrediction):
@@ -234,10 +229,11 @@ def _scale_networks(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tu
 def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[float, PredictionIntervals]]:
     # Return conformal sets, or calibrated intervals at each coverage for which there are enough validation data.
     intervals: dict[float, PredictionIntervals] = {}
-    with suppress(OptionError, DataError):
+    with suppress(OptionError):
         if fitted.posterior.likelihood.classification:
-            return prediction_sets(saved_calibration(fitted, "decisions")[0], None, COVERAGE), intervals
-        prediction, targets = saved_predictions(fitted, "intervals")
+            return make_decisions(fitted, coverage=COVERAGE).sets, intervals
         for level in LEVELS:  # higher levels need more data
-            intervals[level] = prediction_intervals(prediction, targets, level)
+            calibrated = make_decisions(fitted, coverage=level).intervals
+            assert calibrated is not None
+            intervals[level] = calibrated
     return None, intervals

@@ -18,39 +18,35 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor
+from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
 from molaplace.cli.data.opening import are_same, open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
-from molaplace.cli.decisions import SCORE, decision_columns, default_alarm, saved_columns, thinned
+from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
 from molaplace.cli.info import print_information
 from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job, Progress
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
+from molaplace.cli.networks_alone import networks_alone, noise_factors
 from molaplace.cli.option_groups import RunOptions
 from molaplace.cli.options import as_document, option, to_toml
 from molaplace.cli.progress import showing_progress
-from molaplace.cli.regression import networks_alone, noise_factors, summary
 from molaplace.cli.shared import finish
 from molaplace.distributed import Team
 from molaplace.errors import DataError, MolaWarning, OptionError, warn
-from molaplace.evaluation import PredictionColumns
-from molaplace.likelihoods import ClassificationLikelihood
-from molaplace.likelihoods.base import mixed
+from molaplace.evaluation import PredictionColumns, measured
 from molaplace.links import LINKS, as_link
-from molaplace.network import as_batch, call, check_positions, evaluating, find_heads
-from molaplace.options import counted, one_of
+from molaplace.network import Head, as_batch, check_positions, find_heads
+from molaplace.options import counted, listed, one_of
 from molaplace.posterior import MoLA
 from molaplace.rules import RULES, Outliers, Rule, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.saving.files import write_atomically, write_folder
 from molaplace.saving.posterior import pack
 from molaplace.structures import STRUCTURES
-
-READING = "reading the validation data"
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -128,14 +124,14 @@ def run_fit(
     built = build_networks(job.network, job.weights, classes=count)
     for network in built.networks:
         move(network, job.device)
-    together = Team.single() if team is None else team
-    skipped = SkippedInputs()
-    data = FitData(job, built, skipped, progress, together)
+    team = team or Team.single()
+    data = FitData(job, built, progress, team)
     # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
     # which may take hours.
     held_out = None
     if data.val is not None:
-        held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
+        val = data.loader(data.val, "reading the validation data", 0.05, 0.15)
+        held_out = _read_validation(built.networks, job, data, val)
     posterior = mola.fit(
         built.networks,
         data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
@@ -146,7 +142,7 @@ def run_fit(
         head=job.head,
         progress=False,
         likelihood=job.meaning(),
-        team=together,
+        team=team,
         checkpoint=checkpoint,
         distances=job.distances,
         positions=_positions(job),
@@ -154,18 +150,18 @@ def run_fit(
     )
     posterior = _tune(posterior, job, data, held_out)
     progress("checking", 0.85)
-    measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
-    data.skipped = skipped = skipped.together(together)
-    result = _result(posterior, data, measured)
-    if together.first:
-        _write(posterior, job, output, built.files, result, saved_columns(columns), bundle=bundle)
+    validation, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
+    data.skipped = data.skipped.together(team)
+    result = _result(posterior, data, validation)
+    if team.first:
+        _write(posterior, job, output, built.files, result, columns, bundle=bundle)
     progress("done", 1.0)
     return {
         "folder": str(output),
         "result": result,
         "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
         "replaced": replaced,
-        "left_out": skipped.left_out,
+        "left_out": data.skipped.left_out,
     }
 
 
@@ -173,22 +169,17 @@ def _positions(job: Job) -> str | int:
     return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
 
 
-def _read_validation(built: BuiltNetworks, job: Job, data: FitData, val: Loader) -> HeldOut:
-    names = [job.head] * len(built.networks)
-    likelihood = job.meaning()
-    with evaluating(*built.networks):
-        heads = find_heads(built.networks, names, data.first, likelihood)
-        heads = [replace(head, ignore_index=job.ignore_index) for head in heads]
-        where = "validation data"
-        held_out = read_held_out(built.networks, heads, val, likelihood, where=where, labelled=True, team=data.team)
+def _read_validation(networks: Sequence[nn.Module], job: Job, data: FitData, val: Loader) -> HeldOut:
+    heads = [replace(head, ignore_index=job.ignore_index) for head in data.heads]
+    where = "validation data"
+    held_out = read_held_out(networks, heads, val, job.meaning(), where=where, labelled=True, team=data.team)
     try:
         held_out.check_labels()
     except DataError as error:
         if data.classes is None:
             raise
-        listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
         raise DataError(
-            f"{error} The current order is {listed}. With --classes, pass the class names in the order of the outputs."
+            f"{error} The current order is {listed(data.classes, 20)}. With --classes, pass the class names in the order of the outputs."
         ) from error
     return held_out
 
@@ -209,45 +200,37 @@ def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) ->
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
-    plain = PredictionColumns()
-    whole = PredictionColumns()
     team = held_out.team
     likelihood = posterior.likelihood
-    count = len(posterior.components)
-    discrete = isinstance(likelihood, ClassificationLikelihood)
+    networks = len(posterior.components)
     # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
-    factors = None if discrete else noise_factors(posterior, held_out, count)
+    factors = None if likelihood.classification else noise_factors(posterior, held_out, networks)
     # The positions of an input are not independent, so no guarantee would hold.
-    guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
-    saved: list[dict[str, Tensor]] = []
+    guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
+    metrics = {"networks": PredictionColumns(), "posterior": PredictionColumns()}
+    chunks: list[dict[str, Tensor]] = []
     for part in held_out.chunks():
         labels = part.labels
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
-        # The mixture weights are the same with and without the posterior, so any difference is due to the Laplace approximations.
-        if isinstance(likelihood, ClassificationLikelihood):
-            alone = mixed(posterior.weights, [likelihood.probabilities(outputs) for outputs in part.outputs])
-            plain.add_probabilities(alone, labels, likelihood=likelihood)
-        else:
-            plain.add(networks_alone(posterior, prediction, count, factors), labels)
-        whole.add(prediction, labels)
-        saved.append(decision_columns(prediction, labels, guarantees=guarantees))
-    names = sorted({name for part_columns in team.collect(list(saved[0]) if saved else []) for name in part_columns})
-    columns = {
-        name: team.gather(torch.cat([part_columns[name] for part_columns in saved]) if saved else None)
-        for name in names
-    }
-    total = len(columns[SCORE])
+        alone = networks_alone(posterior, prediction, networks, factors)
+        metrics["networks"].add(alone, labels, scores={"ood score": prediction.ood_score})
+        metrics["posterior"].add(prediction, labels)
+        chunks.append(decision_columns(prediction, labels, guarantees=guarantees))
+    names = sorted({name for columns in team.collect(list(chunks[0]) if chunks else []) for name in columns})
+    columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks]) if chunks else None) for name in names}
+    count = len(columns[SCORE])
     columns = thinned(columns)
     threshold, rate = default_alarm(columns[SCORE])
-    measured = {
-        "networks": summary(plain.gather(team)),
-        "posterior": summary(whole.gather(team)),
-        "count": total,
+    validation: dict[str, Any] = {
+        "count": count,
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
     }
-    return measured, columns
+    for name, predictions in metrics.items():
+        estimates = measured(predictions.gather(team))
+        validation[name] = {metric: estimate.value for metric, estimate in estimates.items()}
+    return validation, columns
 
 
 def _write(
@@ -265,10 +248,13 @@ def _write(
     weights = _bundled(files, output / BUNDLED) if bundle else files
     options = as_document(replace(job, weights=tuple(map(str, weights))), "fit", output)
     document, tensors = pack(posterior)
-    write_folder(output, {**document, "job": options | {"result": result}}, tensors | columns)
+    saved = {f"{VALIDATION}{name}": column for name, column in columns.items()}
+    write_folder(output, {**document, "job": options | {"result": result}}, tensors | saved)
     write_atomically(output / NAME, to_toml(options).encode())
-    if bundle:
-        _remove_others(output / BUNDLED, weights)
+    if bundle:  # remove the bundled weights of the posterior that has been replaced
+        for path in (output / BUNDLED).iterdir():
+            if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path not in weights:
+                path.unlink(missing_ok=True)
 
 
 def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
@@ -283,19 +269,11 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     return copies
 
 
-def _remove_others(folder: Path, weights: Sequence[Path]) -> None:
-    # Remove the bundled weights of the posterior that has been replaced.
-    names = {path.name for path in weights}
-    for path in folder.iterdir():
-        if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path.name not in names:
-            path.unlink(missing_ok=True)
-
-
-def _result(posterior: MoLA, data: FitData, measured: dict[str, Any] | None) -> dict[str, Any]:
+def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "classes": list(data.classes or ()),
         "outputs": data.outputs,
-        **data.inputs,
+        **describe_inputs(data.first),
         **posterior.settings.as_json(),
         **({"noise": posterior.noise.tolist()} if not posterior.likelihood.classification else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
@@ -304,7 +282,7 @@ def _result(posterior: MoLA, data: FitData, measured: dict[str, Any] | None) -> 
         "left_out": len(data.skipped),
         "preprocessing": data.preprocessing.plain(),
         "images": data.preprocessing.describe() if data.train.has_pixels else "",
-        "validation": measured,
+        "validation": validation,
         "versions": {"molaplace": mola.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
@@ -312,13 +290,12 @@ def _result(posterior: MoLA, data: FitData, measured: dict[str, Any] | None) -> 
 class FitData:
     """The data sets for a job, opened and checked against the networks, and their shared preparation.
 
-    `classes` are the class names in the order of the networks' outputs, `inputs` contains the form, shapes and types of the inputs,
-    and `first` is a small batch of training inputs.
+    `classes` are the class names in the order of the networks' outputs, and `first` is a small batch of training inputs.
     """
 
-    def __init__(self, job: Job, built: BuiltNetworks, skipped: SkippedInputs, progress: Progress, team: Team) -> None:
+    def __init__(self, job: Job, built: BuiltNetworks, progress: Progress, team: Team) -> None:
         self.job = job
-        self.skipped = skipped
+        self.skipped = SkippedInputs()
         self.progress = progress
         self.team = team
         floats = [parameter.dtype for parameter in built.networks[0].parameters() if parameter.is_floating_point()]
@@ -330,39 +307,30 @@ class FitData:
         if isinstance(train, ImageDataset):
             mode, shape = most_frequent_form(train)
             self.preprocessing = replace(self.preprocessing, mode=mode, shape=shape)
-        sample = replace(
-            train, preprocessing=replace(self.preprocessing, batch_size=min(8, self.preprocessing.batch_size))
-        )
-        self.first = as_batch(next(iter(Loader(sample, SkippedInputs(), labelled=False))), str(job.train)).inputs
+        few = replace(self.preprocessing, batch_size=min(8, self.preprocessing.batch_size))
+        sample = Loader(replace(train, preprocessing=few), SkippedInputs(), labelled=False)
+        self.first = as_batch(next(iter(sample)), train.name).inputs
         if isinstance(self.first, Tensor):
             self.preprocessing = replace(self.preprocessing, shape=tuple(self.first.shape[1:]))
         self.classes = self.classes or train.classes
-        self.inputs = describe_inputs(self.first)
-        self.outputs = self._count_outputs(built, isinstance(train, ImageDataset))
+        self.heads = self._find_heads(built.networks, images=isinstance(train, ImageDataset))
+        self.outputs = self.heads[0].outputs
         names = self.classes or ()
         count = job.classes if isinstance(job.classes, int) else len(names) or self.outputs
         if count != self.outputs or len(names) not in (0, self.outputs):
-            listed = (
-                f"{counted(len(names), 'class', 'classes')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-            )
+            given = f"{counted(len(names), 'class', 'classes')} ({listed(names, 5)})" if names else f"--classes {count}"
             raise DataError(
-                f"got {listed if names else f'--classes {count}'} for a network with {counted(self.outputs, 'output')}. Pass all class "
-                f"names, in the order of the outputs, with --classes, or choose other data or networks."
+                f"got {given} for a network with {counted(self.outputs, 'output')}. Pass all class names, in the order of the outputs, "
+                f"with --classes, or choose other data or networks."
             )
         # The data are opened again because the possible labels are now known.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
 
-    def _count_outputs(self, built: BuiltNetworks, images: bool) -> int:
+    def _find_heads(self, networks: Sequence[nn.Module], *, images: bool) -> list[Head]:
         try:
-            network = built.networks[0].eval()
-            likelihood = self.job.meaning()
-            outputs = call(network, self.first)
-            if outputs.dim() > 2:  # the head determines the class dimension
-                with evaluating(network):
-                    return find_heads([network], [self.job.head], self.first, likelihood)[0].outputs
-            return 1 if outputs.dim() == 1 else outputs.shape[1]
+            return find_heads(networks, [self.job.head] * len(networks), self.first, self.job.meaning())
         except DataError as error:
             if not images or self.preprocessing.shape is None:
                 raise

@@ -1,18 +1,37 @@
-"""Predictions of regression networks without Laplace approximations, and the metrics stored with a posterior."""
+"""Predictions of a posterior's networks without their Laplace approximations: the single network and the deep ensemble."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from molaplace.calibration.noise import best_factors
-from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import GAUSSIAN, Gaussian, Likelihood
+from molaplace.likelihoods.base import mixed
 from molaplace.posterior import MoLA
-from molaplace.prediction import Field, RegressionPrediction
+from molaplace.prediction import Field, Prediction, RegressionPrediction
 from molaplace.rules.held_out import HeldOut
+
+
+def networks_alone(posterior: MoLA, prediction: Any, count: int, factor: Any = None) -> Any:
+    """Return the prediction of a posterior's first `count` networks without Laplace approximations, from that of the posterior.
+
+    The mixture weights are the posterior's. For classification, `factor` is a temperature. For regression, the standard deviation of
+    the noise is its value before tuning (`untuned_noise`), multiplied by `factor` (D,). By default, nothing is scaled.
+    """
+    if isinstance(prediction, RegressionPrediction):
+        means = prediction.component_mean[:count]
+        noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
+        if factor is not None:
+            noise = noise * factor.to(means).square()
+        weights = prediction.weights[:count] / prediction.weights[:count].sum()
+        return regression_prediction(means, noise, noise, weights, prediction.likelihood)
+    logits = prediction.logit_mean[:count] / (factor or 1.0)
+    probs = mixed(posterior.weights, prediction.likelihood.probabilities(logits))
+    return Prediction({"probs": probs, "logit_mean": logits}, likelihood=prediction.likelihood)
 
 
 def untuned_noise(posterior: MoLA) -> Tensor:
@@ -34,21 +53,6 @@ def untuned_noise(posterior: MoLA) -> Tensor:
     return torch.stack(rows) / posterior.temperature**2
 
 
-def networks_alone(
-    posterior: MoLA, prediction: RegressionPrediction, count: int, factors: Tensor | None = None
-) -> RegressionPrediction:
-    """Return the prediction of a posterior's first `count` networks without Laplace approximations.
-
-    The standard deviation of the noise is its value before tuning (`untuned_noise`), multiplied by `factors` (D,) if given.
-    """
-    means = prediction.component_mean[:count]
-    noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
-    if factors is not None:
-        noise = noise * factors.to(means).square()
-    weights = prediction.weights[:count] / prediction.weights[:count].sum()
-    return regression_prediction(means, noise, noise, weights, prediction.likelihood)
-
-
 def regression_prediction(
     means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Likelihood = GAUSSIAN
 ) -> RegressionPrediction:
@@ -68,11 +72,3 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
     alone = RegressionPrediction.gather(predictions, held_out.team)
     noise = alone.component_noise
     return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.team.gather(held_out.labels))
-
-
-def summary(predictions: PredictionColumns) -> dict[str, float]:
-    """Return the metrics that are stored with a posterior."""
-    values = {name: measurement.value for name, measurement in measured(predictions).items()}
-    if "coverage_90" in values:
-        values["coverage"] = values.pop("coverage_90")
-    return values
