@@ -23,8 +23,9 @@ from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks
-from molaplace.cli.options import check_writable
+from molaplace.cli.options import contents
 from molaplace.errors import OptionError, StorageError
+from molaplace.options import listed
 from molaplace.posterior import MoLA
 from molaplace.saving import files
 from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
@@ -45,8 +46,8 @@ RESULT = {
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
 
-LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
-"""Pattern that matches hidden files and files left behind by an interrupted fit."""
+LEFT_BEHIND = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+"""Pattern that matches files left behind by an interrupted fit."""
 
 
 @dataclass(frozen=True)
@@ -188,69 +189,29 @@ def example_of(result: dict[str, Any]) -> Any:
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has other contents."""
-    if output.is_file():
-        raise OptionError(f"{output} is a file, but the posterior needs a folder. Choose another --output.")
-    check_writable(output)
-    if not output.exists():
-        return False
-    kind = files.kind_of(output)
+    names = contents(output, "posterior")
+    kind = files.kind_of(output) if names else None
     # The folder may contain a job file and files from an interrupted fit.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
-    strange = sorted(
-        path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
-    )
-    if kind not in (None, KIND) or (kind is None and strange):
-        contents = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) but no posterior"
-        raise OptionError(f"{output} contains {f'a saved {kind}' if kind else contents}. Choose another --output.")
+    strange = [name for name in names if name not in known and not LEFT_BEHIND.fullmatch(name)]
+    if kind not in (None, KIND):
+        raise OptionError(f"{output} contains a saved {kind}. Choose another --output.")
+    if kind is None and strange:
+        raise OptionError(
+            f"{output} contains other files ({listed(strange, 3)}) but no posterior. Choose another --output."
+        )
     return kind is not None
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """Return the contents and history of a folder after checking its files."""
+    """Return the document in a posterior's folder after checking all files, with their size and whether they contain distances."""
     _check_present(folder)
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
-    parts = document["components"]
-    tuning = document["tuning"]
-    likelihood = dict(parts[0]["likelihood"])
-    information: dict[str, Any] = {
-        "folder": str(folder),
-        "components": len(parts),
-        "likelihood": likelihood.pop("name"),
-        "likelihood_settings": likelihood,
-        "structure": document["structure"]["name"],
-        "link": document["link"]["name"],
-        "weights": document["weights"],
-        "weighting": document["weighting"],
-        **document["settings"],
-        "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
-        "rule": None if tuning is None else tuning["rule"],
-        "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],
-        "outputs": parts[0]["head"]["outputs"],
-        "features": [part["head"]["width"] for part in parts],
-        "heads": [part["head"]["name"] for part in parts],
-        "train_count": parts[0]["count"],
-        "has_positions": parts[0]["head"]["dense_axes"] > 0,
-        "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
-        "tensors": len(tensors),
-        "sha256": document["tensors"]["sha256"],
-    }
-    if "job" not in document:
-        return {**information, "job": None}
-    job, whole = read_folder(folder)
-    result = whole["result"]
+    if "job" in document:
+        read_folder(folder)  # checks the job
     return {
-        **information,
-        "classes": result["classes"],
-        "networks": list(job.network),
-        "weight_files": list(job.weights),
-        "inputs": result["inputs"],
-        "preprocessing": result["preprocessing"],
-        "images": result["images"],
-        "train": job.train,
-        "val": job.val,
-        "positions": job.positions,
-        "validation": result.get("validation"),
-        "left_out": result.get("left_out", 0),
-        "versions": result.get("versions", {}),
-        "job": str(folder / NAME),
+        "folder": str(folder),
+        "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
+        **document,
     }

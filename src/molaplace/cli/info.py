@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from molaplace.cli.folder import read_information
+from molaplace.cli.job import NAME, job_of
 from molaplace.cli.options import option
-from molaplace.options import counted
+from molaplace.options import counted, listed
 from molaplace.settings import Settings
 
 
@@ -22,7 +24,7 @@ class InfoOptions:
     """Options for `molaplace info`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit` or posterior.save", argument=True)
-    as_json: bool = option(False, "Print everything as JSON", flags=("--json",))
+    as_json: bool = option(False, "Print the posterior's document as JSON", flags=("--json",))
 
 
 def info(options: InfoOptions) -> None:
@@ -32,8 +34,6 @@ def info(options: InfoOptions) -> None:
 
         molaplace info posterior
     """
-    from molaplace.cli.folder import read_information
-
     information = read_information(options.posterior)
     if options.as_json:
         click.echo(json.dumps(information, indent=2, ensure_ascii=False))
@@ -46,80 +46,79 @@ def print_information(console: Console, information: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in _lines(information):
+    for name, words in [*_posterior_lines(information), *_job_lines(information)]:
         table.add_row(name, escape(words))
     console.print(table)
 
 
-def _lines(information: dict[str, Any]) -> list[tuple[str, str]]:
-    precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in information["prior_precision"]))
-    tuning, *notes = information["notes"] or ["not tuned: the given prior precision is used"]
-    changed = Settings.from_json(information).changed()
-    scaling = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in changed.items()) or "none"
-    weights = (
-        "uniform"
-        if len(set(information["weights"])) == 1
-        else ", ".join(f"{weight:.3g}" for weight in information["weights"])
-    )
-    distances = (
-        "distances from the training classes" if information["has_distances"] else "no distances (--no-distances)"
-    )
-    positions = information["has_positions"] and information.get("positions") != "average"
-    rule = f"rule {information['rule']}" if information["rule"] else "given value"
-    lines = [
-        ("tuning", tuning),
-        *[("note", note) for note in notes],
+def _posterior_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
+    first = information["components"][0]
+    head = first["head"]
+    options = information.get("job", {}).get("options", {})
+    settings = Settings.from_json(information["settings"])
+    precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in information["settings"]["prior_precision"]))
+    changed = {name.replace("_", " "): value for name, value in settings.changed().items()}
+    scaling = ", ".join(f"{name} {value:.4g}" for name, value in changed.items()) or "none"
+    weights = ", ".join(f"{weight:.3g}" for weight in information["weights"])
+    if len(set(information["weights"])) == 1:
+        weights = "uniform"
+    distances = "distances from the training classes"
+    if not information["has_distances"]:
+        distances = "no distances (--no-distances)"
+    counts_positions = head["dense_axes"] > 0 and options.get("positions") != "average"
+    tuning = information["tuning"]
+    summary = "not tuned: the given prior precision is used" if tuning is None else tuning["summary"]
+    rule = "given value" if tuning is None else f"rule {tuning['rule']}"
+    width = f"{counted(head['width'], 'weight')} for each of {_outputs(first)}"
+    return [
+        ("tuning", summary),
+        *[("note", note) for note in (tuning or {}).get("notes", [])],
         ("folder", information["folder"]),
-        ("networks", str(information["components"])),
-        (
-            "last layer",
-            f"{information['heads'][0]!r}, {counted(information['features'][0], 'weight')} for each of {_outputs(information)}",
-        ),
-        ("structure", f"{information['structure']}, link {information['link']}, weights {weights}"),
+        ("networks", str(len(information["components"]))),
+        ("last layer", f"{head['name']!r}, {width}"),
+        ("structure", f"{information['structure']['name']}, link {information['link']['name']}, weights {weights}"),
         ("prior precision", f"{precisions}, {rule}"),
         ("scaling", f"{scaling}; {distances}"),
-        ("fitted on", counted(information["train_count"], "position" if positions else "input")),
-        ("files", f"{information['bytes']:,} bytes, intact; checksum {information['sha256'][:16]}"),
+        ("fitted on", counted(first["count"], "position" if counts_positions else "input")),
+        ("files", f"{information['bytes']:,} bytes, intact; checksum {information['tensors']['sha256'][:16]}"),
     ]
-    if information["job"] is None:
-        return [*lines, ("job", "none: saved from Python. Load it with mola.load")]
-    names = information["classes"]
-    shapes = ", ".join(
-        f"{tensor['name'] or 'tensor'} {tuple(tensor['shape'])} of {tensor['dtype']}"
-        for tensor in information["inputs"]
-    )
-    lines += [
-        (
-            "classes" if information["likelihood"] == "categorical" else "outputs",
-            ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            if names
-            else f"{information['outputs']}, unnamed",
-        ),
-        ("inputs", shapes),
-        *([("images", information["images"])] if information["images"] else []),
-        ("made from", ", ".join(information["networks"])),
-        ("weight files", ", ".join(information["weight_files"]) or "none"),
-        (
-            "data",
-            f"training data {information['train']}, validation data {information['val'] or 'none'}, inputs left out: "
-            f"{information['left_out']}",
-        ),
+
+
+def _job_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
+    if "job" not in information:
+        return [("job", "none: saved from Python. Load it with mola.load")]
+    path = Path(information["folder"]) / NAME
+    job = job_of(information["job"], path)
+    result = information["job"]["result"]
+    tensors = [
+        f"{tensor['name'] or 'tensor'} {tuple(tensor['shape'])} of {tensor['dtype']}" for tensor in result["inputs"]
     ]
-    validation = information["validation"]
-    if validation:
+    data = f"training data {job.train}, validation data {job.val or 'none'}, inputs left out: {result['left_out']}"
+    lines = [
+        ("classes", listed(result["classes"], 12) or f"{result['outputs']} outputs, unnamed"),
+        ("inputs", ", ".join(tensors)),
+        *([("images", result["images"])] if result["images"] else []),
+        ("made from", ", ".join(job.network)),
+        ("weight files", ", ".join(job.weights) or "none"),
+        ("data", data),
+    ]
+    validation = result["validation"]
+    if validation is not None:
         for name, key in (("networks alone", "networks"), ("with the posterior", "posterior")):
             metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in validation[key].items())
             lines.append((name, f"{metrics} on the validation data"))
         rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
-    versions = ", ".join(f"{name} {version}" for name, version in information["versions"].items())
-    return [*lines, ("made with", versions), ("fit again", f"molaplace fit --config {information['job']}")]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [*lines, ("made with", versions), ("fit again", f"molaplace fit --config {path}")]
 
 
-def _outputs(information: dict[str, Any]) -> str:
-    if information["likelihood"] == "categorical":
-        return f"{information['outputs']} classes"
+def _outputs(component: dict[str, Any]) -> str:
+    outputs = component["head"]["outputs"]
+    likelihood = component["likelihood"]
+    if likelihood["name"] == "categorical":
+        return f"{outputs} classes"
     variances = ""
-    if information["likelihood_settings"].get("heteroscedastic"):
-        variances = f" (means and variances of {counted(information['outputs'] // 2, 'target')})"
-    return f"{counted(information['outputs'], 'output')}{variances}, likelihood {information['likelihood']}"
+    if likelihood.get("heteroscedastic"):
+        variances = f" (means and variances of {counted(outputs // 2, 'target')})"
+    return f"{counted(outputs, 'output')}{variances}, likelihood {likelihood['name']}"

@@ -222,6 +222,16 @@ def _relocated(value: Any, folder: Path) -> Any:
 # --- output paths -------------------------------------------------------------------------------------------------------
 
 
+def contents(folder: Path, kind: str) -> list[str]:
+    """Return the names of the files in an output folder, except hidden files; raise `OptionError` if it cannot be written."""
+    check_writable(folder)
+    if folder.is_file():
+        raise OptionError(f"{folder} is a file, but the {kind} needs a folder. Choose another --output.")
+    if not folder.exists():
+        return []
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def check_writable(path: Path) -> None:
     """Raise `OptionError` before any work begins if a file or folder cannot be created."""
     parents = (path, *path.absolute().parents)

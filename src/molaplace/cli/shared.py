@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from molaplace.cli.data.dataset import SkippedInputs
-from molaplace.cli.options import check_writable
+from molaplace.cli.options import contents
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
+from molaplace.options import listed
 
 LEFT_OUT = 3
 """Exit code of a command that succeeded but left some inputs out."""
@@ -21,15 +22,9 @@ LEFT_OUT = 3
 
 def check_report_folder(output: Path) -> None:
     """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
-    check_writable(output)
-    if output.is_file():
-        raise OptionError(f"{output} is a file, but the report needs a folder. Choose another --output.")
-    names = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
+    names = contents(output, "report")
     if set(names) - {"figures"} and "index.html" not in names:
-        raise OptionError(
-            f"{output} contains other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) but no report. Choose "
-            f"another --output."
-        )
+        raise OptionError(f"{output} contains other files ({listed(names, 3)}) but no report. Choose another --output.")
 
 
 def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
