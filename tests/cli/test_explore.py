@@ -26,7 +26,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.__main__ import main
 from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.cli.explorer import ExploreOptions
+from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
 from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
 from molaplace.cli.fit import run_fit

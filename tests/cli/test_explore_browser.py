@@ -120,7 +120,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(fitted, workspace):
-    from molaplace.cli.explorer import ExploreOptions
+    from molaplace.cli.explore import ExploreOptions
     from molaplace.cli.explorer.page import Explorer
     from molaplace.cli.explorer.subject import open_subject
 

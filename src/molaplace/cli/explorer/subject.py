@@ -16,7 +16,7 @@ from torch import Tensor
 
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import SCORE, default_alarm, read_columns
-from molaplace.cli.explorer import ExploreOptions
+from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Progress
