@@ -154,10 +154,10 @@ class FolderBatches:
         return -(-len(self.folder) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        decode = partial(_decode, prepare=self.folder.prepare)
+        read = partial(decode, prepare=self.folder.prepare)
         with ThreadPoolExecutor(self.workers) as pool:
             for rows in (slice(start, start + self.size) for start in range(0, len(self.folder), self.size)):
-                images = list(pool.map(decode, self.folder.paths[rows]))
+                images = list(pool.map(read, self.folder.paths[rows]))
                 shapes = {tuple(image.shape) for image in images}
                 if len(shapes) > 1:
                     raise DataError(
@@ -225,18 +225,19 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _decode(path: Path, prepare: Preparation) -> Tensor:
+def decode(path: Path, prepare: Preparation) -> Tensor:
+    """Return the prepared pixels of an image file, or raise `DataError`."""
     from PIL import Image
 
+    if not path.is_file():
+        raise DataError("does not exist", place=str(path))
     try:
         with Image.open(path) as image:
             return prepare(image)
-    # Pillow's decoders may raise any of these exceptions for truncated files and for files that are not images.
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise DataError(
-            f"{path} ({size:,} bytes) cannot be decoded: {error}. Replace it, or remove it from the folder."
-        ) from error
+    # Pillow's decoders raise many kinds of error on damaged files: struct.error, IndexError, MemoryError, ...
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}", place=str(path)) from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from molaplace.cli.data.dataset import Dataset, InputBatch
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
-from molaplace.images import ENDINGS, even_indices, image_files, open_folder
+from molaplace.images import ENDINGS, decode, even_indices, image_files, open_folder
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 
 GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
@@ -37,11 +37,6 @@ class ImageDataset(Dataset):
     """Names that identify the images in messages and results."""
     errors: tuple[str | None, ...]
     """Reasons why images are unusable, if known before their files are opened; None for all other images."""
-
-    @property
-    def has_pixels(self) -> bool:
-        """True, because image files are decoded to bytes."""
-        return True
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ...; decode the next batch while the current one is in use."""
@@ -82,18 +77,10 @@ class ImageDataset(Dataset):
 
 def read_pixels(path: Path, preprocessing: Preprocessing) -> tuple[Tensor | None, str]:
     """Return the pixels of one file, or None and the reason why it cannot be read."""
-    from PIL import Image, UnidentifiedImageError
-
-    if not path.is_file():
-        return None, "does not exist"
     try:
-        with Image.open(path) as image:
-            pixels = preprocessing.prepare(image)
-    # Pillow's decoders raise many kinds of error on damaged files: struct.error, IndexError, MemoryError, ...
-    except Exception as error:
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "unknown image format" if unknown else str(error) or type(error).__name__
-        return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}"
+        pixels = decode(path, preprocessing.prepare)
+    except DataError as error:
+        return None, error.message
     if preprocessing.shape is not None and tuple(pixels.shape) != preprocessing.shape:
         height, width = preprocessing.shape[-2:]
         return None, (
@@ -107,7 +94,13 @@ def pictures(name: str, paths: Sequence[Path], names: Sequence[str], preprocessi
     """Return a set of images without labels."""
     errors = (None,) * len(paths)
     return ImageDataset(
-        name=name, preprocessing=preprocessing, count=len(paths), paths=tuple(paths), names=tuple(names), errors=errors
+        name=name,
+        preprocessing=preprocessing,
+        count=len(paths),
+        has_pixels=True,
+        paths=tuple(paths),
+        names=tuple(names),
+        errors=errors,
     )
 
 
