@@ -7,6 +7,7 @@ order of the data. Each process holds at most one batch, and the processes need 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
 from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
-from molaplace.cli.prediction_table import PredictionTable, Sums, output_names
+from molaplace.cli.prediction_table import PredictionTable, output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import finish
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
@@ -84,32 +85,32 @@ def run_predict(
     _check_likelihood(fitted, output, probabilities=options.probabilities)
     decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
     posterior = fitted.posterior
-    processes = team or Team.single()
+    team = team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
     columns = PredictionTable(output_names(fitted), posterior.likelihood, decisions, everything)
     source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
     skipped = SkippedInputs()
-    sums = Sums(count=0, positions=0)
+    sums: Counter[str] = Counter()
     progress("predicting", 0.0)
     with ExitStack() as stack:
-        writer = stack.enter_context(open_writer(output, columns.names)) if processes.first else None
-        batches = read_batches(source, processes, lambda share: progress("predicting", share))
-        portions = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
-        for portion in _in_order(portions, processes):
-            assert writer is not None  # `_in_order` yields portions only on rank 0
+        writer = stack.enter_context(open_writer(output, columns.names)) if team.first else None
+        batches = read_batches(source, team, lambda share: progress("predicting", share))
+        predicted = _predicted_batches(posterior, batches, columns, arrays=output.suffix == ARRAYS)
+        for batch in _in_order(predicted, team):
+            assert writer is not None  # `_in_order` yields batches only on rank 0
             if options.strict:
-                portion.rows.check_strict()
-            skipped.add(source.name, portion.rows)
-            sums |= {name: sums.get(name, 0) + value for name, value in (portion.sums or {}).items()}
-            writer.add(portion)
-        if processes.first:
-            skipped.require_some(int(sums["count"]), source.name)
+                batch.rows.check_strict()
+            skipped.add(source.name, batch.rows)
+            sums.update(batch.sums or {})
+            writer.add(batch)
+        if team.first:
+            skipped.require_some(sums["count"], source.name)
     progress("done", 1.0)
-    if not processes.first:
+    if not team.first:
         return None
-    count = int(sums.pop("count"))
-    positions = int(sums.pop("positions"))
+    count = sums.pop("count")
+    positions = sums.pop("positions")
     summary = {
         "output": str(output),
         "count": count,
@@ -136,7 +137,7 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
         raise OptionError(f"for dense outputs, --probabilities can be written only to {ARRAYS} files; got {output}.")
 
 
-def _portions(
+def _predicted_batches(
     posterior: MoLA, batches: Iterator[InputBatch], columns: PredictionTable, *, arrays: bool
 ) -> Iterator[OutputBatch]:
     for rows in batches:
@@ -146,21 +147,18 @@ def _portions(
             continue
         for prediction in posterior.predict_batches([as_loader_batch(rows._replace(labels=None))]):
             fields = columns.fields(prediction)
-            table = columns.table(prediction, fields)
-            yield OutputBatch(without_tensors, table, columns.arrays(fields) if arrays else None, columns.sums(fields))
+            content = columns.arrays(fields) if arrays else columns.table(prediction, fields)
+            yield OutputBatch(without_tensors, content, columns.sums(fields))
 
 
-def _in_order(portions: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:
-    # On rank 0, yield the portions from all processes in the order of the data; on other ranks, yield nothing.
-    if team.size == 1:
-        yield from portions
-        return
+def _in_order(batches: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatch]:
+    # On rank 0, yield the batches of all processes in the order of the data; on other ranks, yield nothing.
     more = True
     while more:
-        collected = team.collect(next(portions, None))
+        collected = team.collect(next(batches, None))
         # Batches are assigned to the processes in turn. A round in which a process has no batch is the last.
         more = None not in collected
-        yield from (portion for portion in collected if team.first and portion is not None)
+        yield from (batch for batch in collected if team.first and batch is not None)
 
 
 def predict(options: PredictOptions) -> None:

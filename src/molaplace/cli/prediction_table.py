@@ -18,9 +18,6 @@ from molaplace.cli.decisions import Decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.likelihoods import Gaussian, Likelihood
 
-Sums = dict[str, float]
-"""Sums over predictions; the sums of several batches can be added."""
-
 INTERVAL = 0.9
 """Coverage of regression intervals if --coverage is not given."""
 
@@ -123,7 +120,7 @@ class PredictionTable:
             label = label.movedim(axis, -1).flatten(1, -2)
         return label.double().mean(1).numpy()
 
-    def sums(self, fields: dict[str, Tensor]) -> Sums:
+    def sums(self, fields: dict[str, Tensor]) -> dict[str, Any]:
         """Return the number of inputs ("count") and of positions ("positions"), and the sum of each quantity over all positions.
 
         If there are several labels or targets, each quantity is first averaged over them.

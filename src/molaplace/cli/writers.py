@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from molaplace.cli.data.dataset import InputBatch
 from molaplace.cli.options import check_writable
-from molaplace.cli.prediction_table import Sums
-from molaplace.errors import DataError, MissingExtraError, OptionError
+from molaplace.errors import DataError, OptionError
 from molaplace.saving.files import partial_file
 
 TABLES = (".csv", ".jsonl", ".parquet")
@@ -31,11 +29,9 @@ class OutputBatch(NamedTuple):
 
     rows: InputBatch
     """Names and errors of all inputs."""
-    table: Any = None
-    """Data frame with a row for each usable input; None if no input is usable."""
-    arrays: Mapping[str, NDArray[Any]] | None = None
-    """Arrays for the usable inputs, to be written to archives."""
-    sums: Sums | None = None
+    content: Any = None
+    """Data frame or arrays by name, with a row for each usable input; None if no input is usable."""
+    sums: dict[str, Any] | None = None
     """Sums over the usable inputs; None if no input is usable."""
 
 
@@ -48,8 +44,6 @@ def check_output(output: Path, data: str) -> None:
         raise OptionError(
             f"--output must be a file name that ends in one of {', '.join((*TABLES, ARRAYS))}; got {output}."
         )
-    if find_spec("pandas") is None:
-        raise MissingExtraError(feature="molaplace predict", package="pandas", extra="cli")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise OptionError(
             f"{output}: Parquet files need pyarrow, which is not installed. Install it with: pip install pyarrow"
@@ -77,21 +71,22 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self.first: OutputBatch | None = None
+        self.first: Any = None
+        """Content of the first batch that contains a usable input."""
         self.waiting: list[OutputBatch] = []
 
-    def add(self, portion: OutputBatch) -> None:
+    def add(self, batch: OutputBatch) -> None:
         """Write a batch, or hold it back until the columns are known."""
-        self.waiting.append(portion)
-        if self.first is None and portion.table is not None:
-            self.first = portion
+        self.waiting.append(batch)
+        if self.first is None:
+            self.first = batch.content
         if self.first is not None:
             for waiting in self.waiting:
-                self.write(waiting, self.first)
+                self.write(waiting)
             self.waiting = []
 
-    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
-        """Write a row for each input in a batch; `first` determines the columns."""
+    def write(self, batch: OutputBatch) -> None:
+        """Write a row for each input in a batch."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -109,17 +104,17 @@ class TableWriter(Writer):
         kinds = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}
         self.put = kinds[output.suffix]
 
-    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
+    def write(self, batch: OutputBatch) -> None:
         """Write the data frame of a batch."""
         import pandas
 
-        usable = [row for row, error in enumerate(portion.rows.errors) if error is None]
+        usable = [row for row, error in enumerate(batch.rows.errors) if error is None]
         kinds = {"i": "Int64", "b": "boolean", "f": "float64"}  # pandas types that allow missing values
-        table = first.table[:0] if portion.table is None else portion.table.set_axis(usable)
+        table = self.first[:0] if batch.content is None else batch.content.set_axis(usable)
         table = table.astype({name: kinds.get(kind.kind, object) for name, kind in table.dtypes.items()})
-        frame = table.reindex(range(len(portion.rows.names)))
-        frame.insert(0, "name", pandas.Series(portion.rows.names, dtype=object))
-        self.put(frame.assign(error=pandas.Series(portion.rows.errors, dtype=object)))
+        frame = table.reindex(range(len(batch.rows.names)))
+        frame.insert(0, "name", pandas.Series(batch.rows.names, dtype=object))
+        self.put(frame.assign(error=pandas.Series(batch.rows.errors, dtype=object)))
 
     def _open(self) -> Any:
         return self.stack.enter_context(self.path.open("w", newline="", encoding="utf-8"))
@@ -167,25 +162,23 @@ class ArrayWriter(Writer):
         self.spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="molaplace-")))
         self.texts: dict[str, list[str]] = {"name": [], "error": [], "classes": list(names)}
         self.files: dict[str, Any] = {}
-        self.forms: dict[str, tuple[Any, tuple[int, ...]]] = {}
 
-    def write(self, portion: OutputBatch, first: OutputBatch) -> None:
+    def write(self, batch: OutputBatch) -> None:
         """Append the values from a batch to each field's file."""
-        self.texts["name"] += portion.rows.names
-        self.texts["error"] += [error or "" for error in portion.rows.errors]
-        usable = np.array([error is None for error in portion.rows.errors])
-        for name, form in (first.arrays or {}).items():
+        self.texts["name"] += batch.rows.names
+        self.texts["error"] += [error or "" for error in batch.rows.errors]
+        usable = np.array([error is None for error in batch.rows.errors])
+        for name, form in self.first.items():
             values = np.full((len(usable), *form.shape[1:]), -1 if form.dtype.kind == "i" else np.nan, form.dtype)
-            if portion.arrays is not None:
-                if portion.arrays[name].shape[1:] != form.shape[1:]:
+            if batch.content is not None:
+                found = batch.content[name]
+                if found.shape[1:] != form.shape[1:]:
                     raise DataError(
-                        f"{portion.rows.names[0]} has a map of size {portion.arrays[name].shape[1:]}, but earlier inputs have maps of "
-                        f"size {form.shape[1:]}. All maps must have the same size. Resize the inputs, or make "
-                        f"predictions for each size separately."
+                        f"{batch.rows.names[0]} has a map of size {found.shape[1:]}, but earlier inputs have maps of size "
+                        f"{form.shape[1:]}. Resize the inputs, or make predictions for each size separately."
                     )
-                values[usable] = portion.arrays[name]
+                values[usable] = found
             if name not in self.files:
-                self.forms[name] = form.dtype, form.shape[1:]
                 self.files[name] = self.stack.enter_context((self.spool / name).open("wb"))
             self.files[name].write(values.tobytes())
 
@@ -194,7 +187,8 @@ class ArrayWriter(Writer):
         fields: dict[str, Any] = {name: np.array(texts, dtype=np.str_) for name, texts in self.texts.items()}
         for name, file in self.files.items():
             file.close()
-            dtype, shape = self.forms[name]
-            fields[name] = np.memmap(self.spool / name, dtype, "r", shape=(len(self.texts["name"]), *shape))
+            form = self.first[name]
+            shape = (len(self.texts["name"]), *form.shape[1:])
+            fields[name] = np.memmap(self.spool / name, form.dtype, "r", shape=shape)
         with self.path.open("wb") as stream:
             np.savez_compressed(stream, **fields)

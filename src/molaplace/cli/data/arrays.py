@@ -32,12 +32,7 @@ class ArrayDataset(Dataset):
     """Rows of an array, with labels of shape (n,) or (n, C), or with a label for each position."""
 
     values: NDArray[Any]
-    """Pixels as bytes, or network inputs, of shape (n, ...)."""
-
-    @property
-    def has_pixels(self) -> bool:
-        """True for arrays of bytes with shape (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
-        return self.values.dtype == np.uint8 and self.values.ndim in (3, 4)
+    """Network inputs (n, ...), or pixels as bytes (n, height, width), (n, channels, height, width) or (n, height, width, channels)."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ..."""
@@ -84,7 +79,14 @@ def open_arrays(
             f"{values.dtype}."
         )
     targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
-    return ArrayDataset(name=str(path), preprocessing=preprocessing, values=values, labels=targets, count=len(values))
+    return ArrayDataset(
+        name=str(path),
+        preprocessing=preprocessing,
+        values=values,
+        labels=targets,
+        count=len(values),
+        has_pixels=values.dtype == np.uint8 and values.ndim in (3, 4),
+    )
 
 
 def _members(archive: Any) -> dict[str, NDArray[Any]]:

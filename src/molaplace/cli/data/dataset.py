@@ -52,11 +52,8 @@ class Dataset:
     """Class names, if the set provides them."""
     count: int | None = None
     """Number of inputs, if known."""
-
-    @property
-    def has_pixels(self) -> bool:
-        """True if the inputs are images stored as bytes, which are divided by 255 and normalised."""
-        return False
+    has_pixels: bool = False
+    """True if the inputs are images stored as bytes, which are divided by 255 and normalised."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ..., so that several processes can share a set."""
