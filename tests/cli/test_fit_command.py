@@ -185,8 +185,6 @@ def test_a_folder_that_is_none_is_refused(workspace, tmp_path, fitted):
     fitted.posterior.save(tmp_path / "by-program")
     with pytest.raises(StorageError, match="saved from Python"):
         open_posterior(tmp_path / "by-program", trust=True)
-    with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
-        open_posterior(fitted.folder, device="abacus", trust=True)
     with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
         open_posterior(fitted.folder, device="meta", trust=True)
     with pytest.raises(StorageError, match="contains no posterior"):

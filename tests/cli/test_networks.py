@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
 
@@ -83,27 +82,6 @@ def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(
         networks = build_networks([f"unusual_networks:{name}"]).networks
         with pytest.raises(HeadError, match=words):
             mola.fit(networks, [(torch.zeros(4, 3, dtype=torch.float32), torch.tensor([0, 1, 0, 1]))], progress=False)
-
-
-def test_a_pickle_that_is_not_weights_is_named_and_not_run(workspace, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (pytest.fail, ("the pickle was run",))
-
-    torch.save({"state_dict": Trap()}, tmp_path / "trap.pt")
-    with pytest.raises(StorageError, match="run code"):
-        build_networks([f"{workspace.module}:build"], [str(tmp_path / "trap.pt")])
-    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    with pytest.raises(StorageError, match=r"tensor\.pt contains a Tensor"):
-        build_networks([f"{workspace.module}:build"], [str(tmp_path / "tensor.pt")])
-    (tmp_path / "text.pt").write_text("not weights at all")
-    with pytest.raises(StorageError, match=r"text\.pt is .*not a file of weights"):
-        build_networks([f"{workspace.module}:build"], [str(tmp_path / "text.pt")])
-    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"weight": [1.0]}))
-    with pytest.raises(StorageError, match=r"plain\.pkl is .*not a file of weights"):
-        build_networks([f"{workspace.module}:build"], [str(tmp_path / "plain.pkl")])
-    with pytest.raises(StorageError, match="do not match this network"):
-        build_networks([f"{workspace.module}:wide"], [workspace.weights()[0]])
 
 
 def hub_folder(folder: Path, architecture: str = "ViTForImageClassification", **processor) -> Path:

@@ -201,7 +201,6 @@ WRONG_USE = {
     "folder as output": ("classes", ["--output", "folder.csv"], "is a folder"),
     "output below a file": ("classes", ["--output", "test.npz/a.csv"], "cannot be written"),
     "output is the data": ("classes", ["--output", "./test.npz"], "is the input file"),
-    "device": ("classes", ["--device", "abacus"], "abacus"),
     "certainty alone": ("classes", ["--certainty", "0.9"], "--error-rate"),
     "by class alone": ("classes", ["--by-class"], "--coverage"),
     "too few data": ("classes", ["--coverage", "0.999"], "too few"),
