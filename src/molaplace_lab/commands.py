@@ -49,7 +49,7 @@ def _about() -> None:
 
 @app.command()
 def train(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or clinc")],
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, clinc or clinc-lora")],
     networks: Annotated[int, typer.Option(min=1, help="Number of networks")] = 5,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder; by default networks/SUITE")
@@ -96,7 +96,9 @@ def train(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, imagenet, clinc, or uci for regression")],
+    suite: Annotated[
+        str, typer.Argument(help="digits, mnist, cifar10, imagenet, clinc, clinc-lora, or uci for regression")
+    ],
     runs: Annotated[
         int | None, typer.Option(min=1, help="Number of runs, each with its own networks; by default 1, or all folds")
     ] = None,

@@ -95,9 +95,10 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             progress(doing, (index + share) / training.count)
 
         checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", identity)
-        options: dict[str, Any] = {"prepare": data.prepare, "checkpoint": checkpoint, "on_epoch": on_epoch}
-        network = train(build, moved, training.recipe, seed=seeds[index], **options)
-        save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
+        options: dict[str, Any] = {"prepare": data.prepare, "loader": data.loader, "checkpoint": checkpoint}
+        network = train(build, moved, training.recipe, seed=seeds[index], on_epoch=on_epoch, **options)
+        facts = {"identity": identity, **data.describe(network)}
+        save_weights(network, path, {name: json.dumps(value, sort_keys=True) for name, value in facts.items()})
         checkpoint.remove()
     team.collect(None)  # wait until all networks are complete
     progress("done", 1.0)

@@ -16,7 +16,7 @@ from molaplace.imported import import_builder
 from molaplace.options import one_of
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
-from molaplace_lab.training import Labelled, Recipe
+from molaplace_lab.training import Labelled, Loader, Recipe, Shuffled
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,10 @@ class TrainingData:
     data: Labelled
     prepare: Callable[[Tensor], Tensor]
     """Function that turns a batch into network inputs, including augmentation; it may draw from torch's random state."""
+    loader: Callable[[Labelled, int, Callable[[Tensor], Tensor]], Loader] = Shuffled
+    """Function that divides the data into the batches of an epoch, in random order."""
+    describe: Callable[[nn.Module], dict[str, Any]] = lambda network: {}
+    """Function that returns facts about a trained network, as JSON values, to store with its weights."""
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,18 @@ def requests(count, start=0):
     ]
 
 
-@pytest.fixture
-def data(tmp_path):
+def write_requests(folder):
     strange = [[f"what is the meaning of life {number}", "oos"] for number in range(20)]
     parts = {"train": requests(4), "val": requests(2, 4), "test": requests(2, 6)}
     outside = {"oos_train": strange[:3], "oos_val": strange[3:8], "oos_test": strange[8:]}
-    (tmp_path / "data" / "clinc150").mkdir(parents=True)
-    (tmp_path / "data" / "clinc150" / "data_full.json").write_text(json.dumps(parts | outside))
-    return tmp_path / "data"
+    (folder / "clinc150").mkdir(parents=True)
+    (folder / "clinc150" / "data_full.json").write_text(json.dumps(parts | outside))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_requests(tmp_path / "data")
 
 
 @pytest.mark.usefixtures("_blank_figures")

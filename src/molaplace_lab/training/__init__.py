@@ -1,6 +1,7 @@
 """Training: networks and ensembles with a recipe. The same seed gives the same weights, even after interruptions."""
 
 from molaplace.perceptrons import mlp
+from molaplace_lab.training.adapters import ShuffledByLength, adapted_encoder, package_versions, token_ids
 from molaplace_lab.training.loop import (
     DivergedError,
     Loader,
@@ -23,13 +24,17 @@ __all__ = [
     "Loader",
     "Recipe",
     "Shuffled",
+    "ShuffledByLength",
     "TrainingCheckpoint",
+    "adapted_encoder",
     "derived_seeds",
     "digits_mlp",
     "member_seeds",
     "mlp",
+    "package_versions",
     "remaining_epochs",
     "seeded",
+    "token_ids",
     "train",
     "train_ensemble",
     "train_epoch",

@@ -40,8 +40,9 @@ def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
 
 
 def _network_tensors(network: nn.Module) -> dict[str, Tensor]:
-    # All parameters and buffers, including buffers that a state dict omits.
-    named = [*network.named_parameters(), *network.named_buffers()]
+    # All trained parameters and all buffers, including buffers that a state dict omits.
+    trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    named = [*trained, *network.named_buffers()]
     return {f"network.{name}": tensor.detach() for name, tensor in named}
 
 
@@ -214,6 +215,7 @@ def train(
     *,
     seed: int,
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+    loader: Callable[[Labelled, int, Callable[[Tensor], Tensor]], Loader] = Shuffled,
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
@@ -221,8 +223,8 @@ def train(
 
     Torch's global random state is restored afterwards. The seed determines the initial weights, the order of the data, dropout and
     augmentation. `prepare` turns a batch of stored inputs into network inputs and may draw from torch's random state. The network is
-    moved to the device of these inputs and converted to their precision. `on_epoch` is called after every epoch with the number of
-    completed epochs.
+    moved to the device of these inputs and, unless they are integers, converted to their precision. `loader` divides the data into
+    the batches of an epoch. `on_epoch` is called after every epoch with the number of completed epochs.
     """
     if not len(data):
         raise DataError("expected at least one row of training data, got none.")
@@ -233,10 +235,10 @@ def train(
         random = torch.get_rng_state()
         example = prepare(data.inputs[:1])
         torch.set_rng_state(random)
-        network = network.to(example.device, example.dtype)
+        network = network.to(example.device, example.dtype if example.is_floating_point() else None)
         optimiser = recipe.make_optimiser(network.parameters())
         schedule = recipe.make_schedule(optimiser, len(data))
-        loader = Shuffled(data, recipe.batch_size, prepare)
+        batches = loader(data, recipe.batch_size, prepare)
 
         def state() -> dict[str, Tensor]:
             return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(example.device)} if cuda else {})
@@ -252,7 +254,7 @@ def train(
         options: dict[str, Any] = {"state": state, "resume": resume, "on_epoch": on_epoch}
         for epoch in remaining_epochs(checkpoint, recipe.epochs, network, optimiser, schedule, **options):
             where = f"epoch {epoch + 1} of {recipe.epochs}"
-            train_epoch(network, loader, optimiser, loss_of, where, schedule=schedule)
+            train_epoch(network, batches, optimiser, loss_of, where, schedule=schedule)
     return network.eval()
 
 
