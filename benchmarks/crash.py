@@ -57,12 +57,13 @@ def networks() -> list[nn.Module]:
 
 def batches(seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    inputs, labels = torch.randn(count, 16, generator=generator), torch.randint(5, (count,), generator=generator)
+    inputs = torch.randn(count, 16, generator=generator)
+    labels = torch.randint(5, (count,), generator=generator)
     return list(zip(inputs.split(count // 8), labels.split(count // 8), strict=True))
 
 
 def digest(*parts: Any) -> str:
-    return hashlib.sha256(b"".join(np.asarray(one).tobytes() for one in parts)).hexdigest()
+    return hashlib.sha256(b"".join(np.asarray(part).tobytes() for part in parts)).hexdigest()
 
 
 def posterior_state() -> dict[str, str]:
@@ -103,13 +104,15 @@ def train() -> None:
 
 
 def bench_state() -> dict[str, str]:
-    found = {}
+    checksums = {}
     for path in sorted(Path("results").rglob("*.json")):
-        kept = {name: one for name, one in json.loads(path.read_bytes()).items() if name not in ("seconds", "sha256")}
-        found[str(path)] = digest(json.dumps(kept, sort_keys=True))
+        entries = {
+            name: value for name, value in json.loads(path.read_bytes()).items() if name not in ("seconds", "sha256")
+        }
+        checksums[str(path)] = digest(json.dumps(entries, sort_keys=True))
     for path in sorted(Path("activations").rglob("[!.]*.safetensors")):
-        found[str(path)] = digest(*(one.numpy() for _, one in sorted(load_file(path).items())))
-    return found
+        checksums[str(path)] = digest(*(tensor.numpy() for _, tensor in sorted(load_file(path).items())))
+    return checksums
 
 
 def predict(data: str) -> None:
@@ -169,13 +172,18 @@ class Arena:
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
     ) -> None:
-        self.act, self.read, self.folder, self.template = act, read, place / "folder", place / "template"
+        self.act = act
+        self.read = read
+        self.folder = place / "folder"
+        self.template = place / "template"
         self.template.mkdir()
         run(self.template, prepare)
         shutil.copytree(self.template, self.folder)
-        self.old, began = self.state(), time.monotonic()
+        self.old = self.state()
+        began = time.monotonic()
         run(self.folder, act)
-        self.seconds, self.new = time.monotonic() - began, self.state()
+        self.seconds = time.monotonic() - began
+        self.new = self.state()
 
     def state(self) -> dict[str, str]:
         queue = FORK.SimpleQueue()
@@ -185,7 +193,9 @@ class Arena:
     def kill(self, rng: np.random.Generator) -> str | None:
         """Start the work and kill it; return a description of the kill, or None if the work finished first."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
-        moment, size, left = rng.uniform(0, self.seconds), int(2 ** rng.uniform(4, 18)), int(rng.geometric(0.1))
+        moment = rng.uniform(0, self.seconds)
+        size = int(2 ** rng.uniform(4, 18))
+        left = int(rng.geometric(0.1))
 
         def count_down(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal left
@@ -216,14 +226,16 @@ class Arena:
 
     def case(self, seed: int) -> tuple[str, str]:
         """Kill the work once; return the outcome and a description of the kill."""
-        rng, how, failed = np.random.default_rng(seed), None, "half-written"
+        rng = np.random.default_rng(seed)
+        how = None
+        failed = "half-written"
         while how is None:
             shutil.rmtree(self.folder)
             shutil.copytree(self.template, self.folder)
             how = self.kill(rng)
         try:
-            found = self.state()
-            if found != self.old and not (self.old.keys() <= found.keys() and found.items() <= self.new.items()):
+            state = self.state()
+            if state != self.old and not (self.old.keys() <= state.keys() and state.items() <= self.new.items()):
                 return failed, how
             failed = "lost"
             run(self.folder, self.act)
@@ -234,7 +246,8 @@ class Arena:
 
 def campaign(kind: str, cases: range) -> dict[str, Any]:
     """Kill one task repeatedly and count the outcomes."""
-    outcomes, began = collections.Counter[str](), time.monotonic()
+    outcomes = collections.Counter[str]()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         arena = Arena(Path(place), *KINDS[kind])
         for index in tqdm(cases, desc=kind, disable=None):
@@ -261,10 +274,12 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # keep tqdm from starting a thread, which would make forking unsafe
-    kinds, cases = options.kinds, range(1 if options.quick else options.kills)
+    kinds = options.kinds
+    cases = range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")
-        kinds, cases = [kind], range(int(index), int(index) + 1)
+        kinds = [kind]
+        cases = range(int(index), int(index) + 1)
     rows = []
     for kind in kinds:
         rows.append(campaign(kind, cases))
@@ -272,8 +287,8 @@ def main() -> int:
     total = {name: sum(row[name] for row in rows) for name in ("kills", *FAILURES)}
     print(f"{total['kills']} kills: " + ", ".join(f"{total[name]} {name}" for name in FAILURES))
     if not (options.quick or options.case):
-        kept = [row for row in record.read("crash")["rows"] if row["kind"] not in kinds]
-        record.write("crash", {"environment": record.environment(), "rows": kept + rows})
+        others = [row for row in record.read("crash")["rows"] if row["kind"] not in kinds]
+        record.write("crash", {"environment": record.environment(), "rows": others + rows})
     return int(any(total[name] for name in FAILURES))
 
 

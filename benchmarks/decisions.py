@@ -50,7 +50,8 @@ from molaplace_lab.activations_file import HeadOnly
 from molaplace_lab.data.clinc150 import embed, load_clinc150
 from molaplace_lab.suite import DataOptions
 
-CERTAINTY, COMPONENTS = 0.95, 5
+CERTAINTY = 0.95
+COMPONENTS = 5
 FALSE_ALARMS = (0.01, 0.05)
 SIZED = 20
 """Number of splits in which set sizes are measured."""
@@ -147,9 +148,10 @@ def from_suite(suite: Suite) -> Ready:
     posterior = mola.fit(stored["train"].heads, stored.pop("train"), stored.pop("validation"), progress=False)
     sets = {
         name: Rows(
-            torch.cat([features for features, _ in one]), None if name in suite.places("outlier") else one.labels
+            torch.cat([features for features, _ in activations]),
+            None if name in suite.places("outlier") else activations.labels,
         )
-        for name, one in stored.items()
+        for name, activations in stored.items()
     }
     return posterior, sets.pop("test"), sets
 
@@ -192,7 +194,7 @@ def from_digits() -> Ready:
     """Train networks on scikit-learn's digits, with noise added so that they make some errors."""
     from sklearn.datasets import load_digits
 
-    pixels, labels = (torch.from_numpy(one) for one in load_digits(return_X_y=True))
+    pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     torch.manual_seed(0)
     order = torch.randperm(len(pixels))
     inputs = pixels[order].float() / 16 + 0.5 * torch.randn(len(pixels), 64)
@@ -226,7 +228,9 @@ class Splits:
     """Random splits of `total` data points, with a calibration part of `size` points."""
 
     def __init__(self, total: int, size: int, count: int) -> None:
-        self.total, self.size, self.count = total, size, count
+        self.total = total
+        self.size = size
+        self.count = count
 
     def plain(self) -> Any:
         draw = np.random.default_rng(0)
@@ -256,8 +260,9 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
     drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
-    violations = sum(bool(true_rate[(ordered > one).sum()] > rate) for one in drawn if one is not None)
-    realised, share = [], []
+    violations = sum(bool(true_rate[(ordered > limit).sum()] > rate) for limit in drawn if limit is not None)
+    realised = []
+    share = []
     for rows, rest in splits.plain():
         threshold = answer_threshold(known.rows(rows), rate)
         if threshold is not None:
@@ -280,7 +285,8 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
 
 def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> dict[str, Any]:
     """Compare the realised coverage with the nominal coverage, and measure the mean set size."""
-    held, sizes = [], []
+    held = []
+    sizes = []
     for place, (rows, rest) in enumerate(splits.plain()):
         made = prediction_sets(known.rows(rows), None, coverage)
         held.append(float((-known.true_probability[rest] <= made.threshold).double().mean()))
@@ -292,10 +298,10 @@ def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> 
 
 def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
     """Compare the realised false-alarm rate with the nominal rate."""
-    found = [
+    rates = [
         float((score[rest] > mola.alarm_threshold(score[rows], rate)).double().mean()) for rows, rest in splits.plain()
     ]
-    return {"promised": rate, "realised": mean_and_error(found)}
+    return {"promised": rate, "realised": mean_and_error(rates)}
 
 
 def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> dict[str, Any]:
@@ -306,13 +312,15 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
             tuned = posterior.tune(test.part(rows), progress=False)
-        mine, other = outputs_of(tuned, test.part(rows))["MoLA"], outputs_of(tuned, test.part(rest))["MoLA"]
-        known, new = mine.calibration(), other.calibration()
-        assert mine.score is not None
+        tested = outputs_of(tuned, test.part(rows))["MoLA"]
+        other = outputs_of(tuned, test.part(rest))["MoLA"]
+        known = tested.calibration()
+        new = other.calibration()
+        assert tested.score is not None
         assert other.score is not None
         limit = prediction_sets(known, None, 0.9).threshold
         realised["coverage"].append(float((-new.true_probability <= limit).double().mean()))
-        alarm = mola.alarm_threshold(mine.score, 0.05)
+        alarm = mola.alarm_threshold(tested.score, 0.05)
         realised["false alarms"].append(float((other.score > alarm).double().mean()))
         for rate in case.error_rates:
             if (threshold := answer_threshold(known, rate)) is not None:
@@ -322,9 +330,9 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
         "coverage": {"promised": 0.9, "realised": mean_and_error(realised["coverage"])},
         "false_alarms": {"promised": 0.05, "realised": mean_and_error(realised["false alarms"])},
         "answers": [
-            {"promised": rate, "realised": mean_and_error(found), "above": float(np.mean(np.array(found) > rate))}
-            for rate, found in wrong.items()
-            if found
+            {"promised": rate, "realised": mean_and_error(rates), "above": float(np.mean(np.array(rates) > rate))}
+            for rate, rates in wrong.items()
+            if rates
         ],
     }
 
@@ -333,18 +341,19 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
     """Measure how well guarantees calibrated on test data hold on shifted data and outliers."""
     known = test.calibration()
     assert test.score is not None
-    found: dict[str, dict[str, list[float]]] = {}
+    measurements: dict[str, dict[str, list[float]]] = {}
 
     def note(name: str, **values: float) -> None:
         for key, value in values.items():
-            found.setdefault(name, {}).setdefault(key, []).append(value)
+            measurements.setdefault(name, {}).setdefault(key, []).append(value)
 
     for rows, rest in Splits(len(known), case.calibration, count).plain():
-        mine = known.rows(rows)
+        outputs = known.rows(rows)
         alarm = mola.alarm_threshold(test.score[rows], 0.05)
-        made = prediction_sets(mine, None, 0.9)
-        gated_score = torch.where(test.score[rows] > alarm, -math.inf, mine.confidence)
-        plain, gated = answer_threshold(mine, rate), answer_threshold(mine, rate, score=gated_score)
+        made = prediction_sets(outputs, None, 0.9)
+        gated_score = torch.where(test.score[rows] > alarm, -math.inf, outputs.confidence)
+        plain = answer_threshold(outputs, rate)
+        gated = answer_threshold(outputs, rate, score=gated_score)
         if plain is None or gated is None:
             continue
         unseen = Outputs(test.probs[rest], known.label[rest], test.score[rest])
@@ -353,7 +362,8 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
             confidence, label = found_outputs.probs.max(1)
             rings = found_outputs.score > alarm
             held = made(found_outputs.probs)
-            answered, passed = confidence > plain, (confidence > gated) & ~rings
+            answered = confidence > plain
+            passed = (confidence > gated) & ~rings
             note(
                 name,
                 alarms=float(rings.double().mean()),
@@ -379,7 +389,7 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
             "error_rate": rate,
             **{key: float(f"{np.nanmean(values):.5g}") for key, values in numbers.items()},
         }
-        for name, numbers in found.items()
+        for name, numbers in measurements.items()
     ]
 
 
@@ -389,7 +399,7 @@ def measure(
     """Compute all results for a case."""
     found_outputs = outputs_of(posterior, test)
     splits = Splits(len(test.features), case.calibration, count)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "calibration": case.calibration,
         "test": len(test.features) - case.calibration,
         "classes": found_outputs["MoLA"].probs.shape[1],
@@ -397,38 +407,38 @@ def measure(
         "sets": [],
         "alarms": [],
     }
-    for method, one in found_outputs.items():
-        known = one.calibration()
+    for method, outputs in found_outputs.items():
+        known = outputs.calibration()
         some = splits if method == "MoLA" else Splits(len(test.features), case.calibration, min(count, BESIDE))
         for rate in case.error_rates:
             tell(f"{method}, answers at {rate:g}")
-            found["answers"].append({"method": method, **answers(known, some, rate)})
+            results["answers"].append({"method": method, **answers(known, some, rate)})
         for coverage in (0.9, 0.99):
             tell(f"{method}, sets at {coverage:g}")
-            found["sets"].append({"method": method, **sets(known, one.probs, some, coverage)})
+            results["sets"].append({"method": method, **sets(known, outputs.probs, some, coverage)})
     score = found_outputs["MoLA"].score
     assert score is not None
-    found["alarms"] = [alarms(score, splits, rate) for rate in FALSE_ALARMS]
+    results["alarms"] = [alarms(score, splits, rate) for rate in FALSE_ALARMS]
     tell("tuned on the same data")
-    found["tuned_on_same"] = tuned_on_same(posterior, test, case, min(count, RETUNED))
+    results["tuned_on_same"] = tuned_on_same(posterior, test, case, min(count, RETUNED))
     tell("shifted data")
-    far = {name: outputs_of(posterior, one)["MoLA"] for name, one in others.items()}
-    found["shift"] = under_shift(case, found_outputs["MoLA"], far, case.error_rates[-1], min(count, SHIFTED))
-    return found
+    far = {name: outputs_of(posterior, outputs)["MoLA"] for name, outputs in others.items()}
+    results["shift"] = under_shift(case, found_outputs["MoLA"], far, case.error_rates[-1], min(count, SHIFTED))
+    return results
 
 
-def broken(found: dict[str, Any]) -> list[str]:
+def broken(results: dict[str, Any]) -> list[str]:
     """List the guarantees that are violated by more than chance can explain."""
     wrong = []
-    for row in found["answers"]:
+    for row in results["answers"]:
         chance = math.sqrt(CERTAINTY * (1 - CERTAINTY) / row["splits"])
         if row["method"] == "MoLA" and row["violations"] > 1 - CERTAINTY + 4 * chance:
             wrong.append(f"answers at {row['promised']:g}: {row['violations']:.3f} of the draws above")
-    for row in found["sets"]:
+    for row in results["sets"]:
         mean, error = row["realised"]
         if mean < row["promised"] - 4 * error:
             wrong.append(f"sets, {row['method']} {row['kind']}: coverage {mean:.4f}, not {row['promised']:g}")
-    for row in found["alarms"]:
+    for row in results["alarms"]:
         mean, error = row["realised"]
         if mean > row["promised"] + 4 * error:
             wrong.append(f"alarms: {mean:.4f}, not {row['promised']:g}")
@@ -445,10 +455,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="use digits and 50 splits; write no file")
     options = parser.parse_args()
     if options.quick:
-        options.cases, options.splits = "digits", 50
+        options.cases = "digits"
+        options.splits = 50
     elif options.data is None or options.cifar10 is None:
         parser.error("pass --data and --cifar10, or --quick")
-    began, wrong = time.perf_counter(), []
+    began = time.perf_counter()
+    wrong = []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
     # Keep cases that were recorded earlier with the same number of splits.
     if record.exists("decisions") and (before := record.read("decisions"))["splits"] == options.splits:
@@ -463,12 +475,12 @@ def main() -> int:
             warnings.simplefilter("ignore", MolaWarning)
             ready = prepare(case, options.data, options.cifar10, options.cache)
         document["cases"][name] = measure(case, *ready, options.splits, tell)
-        wrong += [f"{name}, {one}" for one in broken(document["cases"][name])]
+        wrong += [f"{name}, {message}" for message in broken(document["cases"][name])]
         if not options.quick:
             document["environment"] = record.environment()
             record.write("decisions", document)
-    for one in wrong:
-        print(f"BROKEN {one}")
+    for message in wrong:
+        print(f"BROKEN {message}")
     return int(bool(wrong))
 
 

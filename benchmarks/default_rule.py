@@ -26,7 +26,9 @@ from molaplace.metrics import auroc, expected_calibration_error, negative_log_li
 from molaplace.rules.held_out import HeldOut
 from molaplace_lab.suite import DataOptions
 
-GROUP, HALF, SEED = 5, 2, 7
+GROUP = 5
+HALF = 2
+SEED = 7
 """Number of networks in a group, number of groups used to choose the rule, and seed of the split for the other groups."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
@@ -38,8 +40,8 @@ def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
     assert data.labels is not None
     return replace(
         data,
-        phi=[one[places] for one in data.phi],
-        outputs=[one[places] for one in data.outputs],
+        phi=[tensor[places] for tensor in data.phi],
+        outputs=[tensor[places] for tensor in data.outputs],
         labels=data.labels[places],
     )
 
@@ -82,7 +84,8 @@ def measured(
 
 def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
     """Compare the rules on all groups of networks in one suite."""
-    found, outliers = [], suite.places("outlier")
+    rows = []
+    outliers = suite.places("outlier")
     for group in range(len(suite.networks) // GROUP):
         seed = None if group < HALF else SEED
         for count, images in SETTINGS:
@@ -90,8 +93,10 @@ def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
             heads = stored["validation"].heads
             posterior = mola.fit(heads, stored["train"], progress=False)
             read = {
-                place: posterior.read([batch[0] for batch in one] if place in outliers else one, place, labelled=None)
-                for place, one in stored.items()
+                place: posterior.read(
+                    [batch[0] for batch in batches] if place in outliers else batches, place, labelled=None
+                )
+                for place, batches in stored.items()
                 if place != "train"
             }
             validation, read["test"] = split(read.pop("validation"), read["test"], seed)
@@ -105,10 +110,10 @@ def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
                 "default": posterior.tune(validation, progress=False),
             }
             where = {"suite": suite_name, "half": "chosen" if seed is None else "confirmed", "group": group}
-            for method, one in methods.items():
-                numbers = measured(one, read, suite.places("shift"), outliers)
-                found.append({**where, "networks": count, "validation": images, "method": method, **numbers})
-    return found
+            for method, predictor in methods.items():
+                numbers = measured(predictor, read, suite.places("shift"), outliers)
+                rows.append({**where, "networks": count, "validation": images, "method": method, **numbers})
+    return rows
 
 
 def main() -> None:
@@ -117,10 +122,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--cifar10", type=Path, required=True, help="folder of ResNet-20s")
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
-    given = parser.parse_args()
-    mnist = open_suite("mnist", MNIST_NETWORKS, DataOptions(given.data), given.cache)
-    options = DataOptions(given.data, normalisation="imagenet")
-    cifar10 = open_suite("cifar10", given.cifar10, options, given.cache)
+    arguments = parser.parse_args()
+    mnist = open_suite("mnist", MNIST_NETWORKS, DataOptions(arguments.data), arguments.cache)
+    options = DataOptions(arguments.data, normalisation="imagenet")
+    cifar10 = open_suite("cifar10", arguments.cifar10, options, arguments.cache)
     record.write("default_rule", {"rows": compare("mnist", mnist) + compare("cifar10", cifar10)})
 
 

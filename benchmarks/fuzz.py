@@ -42,12 +42,15 @@ from molaplace.errors import MolaError, MolaWarning
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.reference import closed_form as dense
 
-CALLS, QUICK = 10_000, 150
+CALLS = 10_000
+QUICK = 150
 FAILURES = ("wrong", "foreign", "refused", "changed")
-STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(dense.LINKS)
+STRUCTURES = ("kron", "kron-exact", "kron-diag", "diag", "full")
+LINKS = tuple(dense.LINKS)
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
-PAIRS, SLACK = 4, 30
+PAIRS = 4
+SLACK = 30
 """Number of pairs of perturbations (one up, one down), and the largest allowed ratio of an error to the change that they cause."""
 
 
@@ -88,23 +91,25 @@ class Problem:
 
     def features(self, inputs: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return each network's features (with a constant 1 appended if the head has a bias) and its logits."""
-        found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        rows: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for network in self.networks:
             with torch.no_grad():
-                phi, logits = network[:-1](inputs).double().numpy(), network(inputs).double().numpy()
+                phi = network[:-1](inputs).double().numpy()
+                logits = network(inputs).double().numpy()
             ones = np.ones((len(phi), 0 if network[-1].bias is None else 1))
-            found[0].append(np.concatenate([phi, ones], axis=1))
-            found[1].append(logits)
-        return found
+            rows[0].append(np.concatenate([phi, ones], axis=1))
+            rows[1].append(logits)
+        return rows
 
     def reference(self, **changes: Any) -> dense.Mixture:
         """Return the same posterior from the independent implementation, with any changes applied."""
-        components, precisions = [], changes.get("precision", self.precision)
-        for network, precision, *seen in zip(self.networks, precisions, *self.features(self.train[0]), strict=True):
+        components = []
+        precisions = changes.get("precision", self.precision)
+        for network, precision, *rows in zip(self.networks, precisions, *self.features(self.train[0]), strict=True):
             head = network[-1]
             columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
             weights = torch.cat(columns, 1).detach().double().numpy()
-            components.append(dense.Component(self.structure, weights, *seen, self.train[1].numpy(), precision))
+            components.append(dense.Component(self.structure, weights, *rows, self.train[1].numpy(), precision))
         return dense.Mixture(components, changes.get("weights", self.weights), changes.get("link", self.link))
 
     def loader(self, inputs: Tensor, labels: Tensor) -> Any:
@@ -122,8 +127,11 @@ class Problem:
 def draw(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     kind = "plain" if rng.random() < 0.5 else str(rng.choice(list(SCALES)))
-    count, classes, width = int(rng.integers(1, 5)), int(rng.integers(2, 13)), int(rng.integers(1, 21))
-    size, fresh = int(rng.choice([1, 2, 5, 17, 40])), int(rng.choice([1, 2, 9]))
+    count = int(rng.integers(1, 5))
+    classes = int(rng.integers(2, 13))
+    width = int(rng.integers(1, 21))
+    size = int(rng.choice([1, 2, 5, 17, 40]))
+    fresh = int(rng.choice([1, 2, 9]))
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     dtype = dtypes[int(rng.choice(3, p=[0.45, 0.45, 0.1]) if SCALES[kind] == 1 else rng.integers(2))]
     x = rng.standard_normal((size + fresh, width)) * SCALES[kind]
@@ -133,9 +141,11 @@ def draw(seed: int) -> Problem:
         x[: size if rng.random() < 0.5 else None] = 0
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
-    inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
+    inputs = torch.from_numpy(x).to(dtype)
+    labels = torch.from_numpy(rng.integers(0, classes, size=size + fresh))
     bias = bool(rng.random() < 0.7) and kind != "huge"  # the constant 1 is negligible next to features of about 1e22
-    deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
+    deep = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6)
+    networks = []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
         body = [nn.Linear(width, inner, dtype=dtype), nn.Tanh()] if deep else [nn.Identity()]
@@ -148,9 +158,11 @@ def draw(seed: int) -> Problem:
         networks.append(network.train(bool(rng.random() < 0.5)))
     precision = 10.0 ** rng.uniform(-8, 8, size=count)
     weights: Any = [rng.dirichlet(np.ones(count)), "uniform", "evidence"][int(rng.choice(3, p=[0.4, 0.5, 0.1]))]
-    structure, link = str(rng.choice(STRUCTURES)), str(rng.choice(LINKS))
+    structure = str(rng.choice(STRUCTURES))
+    link = str(rng.choice(LINKS))
     note = f"{kind} features, K={count} C={classes} P={width} N={size} n={fresh} {dtype} {structure} {link} bias={bias}"
-    train, test = (inputs[:size], labels[:size]), (inputs[size:], labels[size:])
+    train = (inputs[:size], labels[:size])
+    test = (inputs[size:], labels[size:])
     return Problem(rng, networks, train, test, structure, link, precision.tolist(), weights, [note])
 
 
@@ -160,7 +172,7 @@ def draw(seed: int) -> Problem:
 def compare(
     problem: Problem,
     name: str,
-    found: Any,
+    predicted: Any,
     expected: Callable[[dense.Mixture], Any],
     reference: dense.Mixture,
     arithmetic: float | None = None,
@@ -173,29 +185,30 @@ def compare(
         WrongError: the result differs from the closed form by more than rounding can explain.
     """
     arithmetic = problem.arithmetic if arithmetic is None else arithmetic
-    own = torch.finfo(problem.test[0].dtype).eps
+    epsilon = torch.finfo(problem.test[0].dtype).eps
     exact_features = isinstance(problem.networks[0][0], nn.Identity)
-    rounding = dense.Rounding(0.0 if exact_features else own, own, arithmetic)
+    rounding = dense.Rounding(0.0 if exact_features else epsilon, epsilon, arithmetic)
     try:
         with np.errstate(all="ignore"):
             exact = np.asarray(expected(reference))
             moved = [expected(reference.shaken(noise, rounding)) for noise in dense.noises(problem.rng, PAIRS)]
-            movement = np.max([np.abs(one - exact) for one in moved], axis=0)
+            movement = np.max([np.abs(other - exact) for other in moved], axis=0)
     except (dense.NoAnswerError, np.linalg.LinAlgError):
         return False
     if not np.isfinite(exact).all():
         return False
-    values = np.asarray(found.detach().double() if isinstance(found, Tensor) else found, dtype=np.float64)
+    values = np.asarray(predicted.detach().double() if isinstance(predicted, Tensor) else predicted, dtype=np.float64)
     require(values.shape == exact.shape, f"{name}: shape {values.shape}, expected {exact.shape}")
     require(not np.isnan(values).any(), f"{name}: NaN")
-    if getattr(found, "dtype", None) == torch.float32:  # beyond the range of float32, infinity is correct
+    if getattr(predicted, "dtype", None) == torch.float32:  # beyond the range of float32, infinity is correct
         values = np.where(np.isposinf(values) & (exact > 3e38), exact, values)
     size = np.maximum(np.abs(exact), (1e-295 if arithmetic < 1e-10 else 1e-30) if relative else 1.0)
     if exact.ndim > 1:  # rounding errors in one class affect all others
         movement = np.broadcast_to(movement.max(-1, keepdims=True), exact.shape)
         size = np.broadcast_to(size.max(-1, keepdims=True), exact.shape)
     tolerance = SLACK * movement + 64 * arithmetic * size
-    decided, off = np.isfinite(tolerance) & (tolerance <= UNDECIDED * size), np.abs(values - exact)
+    decided = np.isfinite(tolerance) & (tolerance <= UNDECIDED * size)
+    off = np.abs(values - exact)
     if (decided & (off > tolerance)).any():
         place = np.unravel_index(np.argmax(np.where(decided, off / tolerance, 0)), off.shape)
         closed = f"the closed form is {exact[place]!r} +- {tolerance[place]:.1g}"
@@ -204,44 +217,53 @@ def compare(
 
 
 def check_probs(problem: Problem, probs: Tensor, reference: dense.Mixture) -> bool:
-    values, seen = probs.double().numpy(), problem.features(problem.test[0])
+    values = probs.double().numpy()
+    rows = problem.features(problem.test[0])
     valid = np.isfinite(values).all() and (values >= 0).all() and np.abs(values.sum(1) - 1).max() <= 1e-5
     require(valid, "rows are not probabilities")
-    return compare(problem, "probs", probs, lambda one: one.probabilities(*seen), reference)
+    return compare(problem, "probs", probs, lambda mixture: mixture.probabilities(*rows), reference)
 
 
 # --- calls: each returns True if the comparison was conclusive ------------------------------------------------------
 
 
 def call_predict(problem: Problem) -> bool:
-    posterior, reference, x = problem.fit(), problem.reference(), problem.test[0]
+    posterior = problem.fit()
+    reference = problem.reference()
+    x = problem.test[0]
     if problem.rng.random() < 0.4:
         return check_probs(problem, posterior(problem.pick([x, {"input": x}, (x,)])), reference)
-    prediction, seen = posterior.predict(x), problem.features(x)
+    prediction = posterior.predict(x)
+    rows = problem.features(x)
     decided = check_probs(problem, prediction.probs, reference)
-    variance, score = prediction.logit_variance, prediction.ood_score
-    compare(problem, "logit_variance", variance, lambda one: one.variance(*seen), reference, relative=True)
+    variance = prediction.logit_variance
+    score = prediction.ood_score
+    compare(problem, "logit_variance", variance, lambda mixture: mixture.variance(*rows), reference, relative=True)
     # The score is undefined if all training features are 0.
-    if all(one.gram.max() > 0 for one in reference.components):
-        compare(problem, "ood_score", score, lambda one: one.outlier_score(*seen), reference, relative=True)
+    if all(component.gram.max() > 0 for component in reference.components):
+        compare(problem, "ood_score", score, lambda mixture: mixture.outlier_score(*rows), reference, relative=True)
     return decided
 
 
 def call_evidence(problem: Problem) -> bool:
-    found, exact = problem.fit().log_evidence(), problem.reference()
+    evidence = problem.fit().log_evidence()
+    exact = problem.reference()
     # The evidence is a sum of hundreds of logarithms, which may cancel each other out.
-    return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
+    return compare(
+        problem, "log_evidence", evidence, lambda mixture: mixture.log_evidence(), exact, 16 * dense.EPS, relative=True
+    )
 
 
 def call_with(problem: Problem) -> bool:
     """Compare the mixture with the closed form after changing its prior precision, weights and link in random order."""
-    posterior, link = problem.fit(), problem.pick(LINKS)
+    posterior = problem.fit()
+    link = problem.pick(LINKS)
     precision = (10.0 ** problem.rng.uniform(-8, 8, size=len(problem.networks))).tolist()
     weights = problem.rng.dirichlet(np.ones(len(problem.networks)))
     steps: tuple[Callable[[mola.MoLA], mola.MoLA], ...] = (
-        lambda one: one.with_link(link),
-        lambda one: one.with_prior_precision(precision),
-        lambda one: one.with_weights(weights),
+        lambda posterior: posterior.with_link(link),
+        lambda posterior: posterior.with_prior_precision(precision),
+        lambda posterior: posterior.with_weights(weights),
     )
     for step in problem.rng.permutation(3):
         posterior = steps[step](posterior)
@@ -256,17 +278,18 @@ def call_tune(problem: Problem) -> bool:
     grid = [float(value) for value in np.logspace(-4, 4, int(problem.rng.integers(1, 9)))]
     rule = mola.rules.Threshold(grid=grid) if name == "threshold" else mola.rules.Score(name, grid=grid)
     tuned = problem.fit().tune(problem.loader(inputs, labels), rule=rule, progress=False)
-    chosen, score = tuned.prior_precision[0], "confidence" if name == "threshold" else name
+    chosen = tuned.prior_precision[0]
+    score = "confidence" if name == "threshold" else name
     require(set(tuned.prior_precision) == {chosen} and chosen in grid, f"chose {tuned.prior_precision}")
     curve = np.array(tuned.tuning.curve[score])
     if name != "threshold":
         require(curve[grid.index(chosen)] == curve.min(), f"{name}: another candidate is better")
     if tuned.temperature != 1:  # the closed form always uses a temperature of 1
         return False
-    seen = problem.features(inputs)
+    rows = problem.features(inputs)
 
-    def scores(one: dense.Mixture) -> np.ndarray:
-        return np.array([one.at(value).scores(*seen, labels.numpy())[score] for value in grid])
+    def scores(mixture: dense.Mixture) -> np.ndarray:
+        return np.array([mixture.at(value).scores(*rows, labels.numpy())[score] for value in grid])
 
     return compare(problem, score, curve, scores, problem.reference(), dense.EPS)
 
@@ -279,11 +302,16 @@ CALLED = {call_predict: 60, call_evidence: 10, call_with: 10, call_tune: 20}
 
 def run(seed: int) -> tuple[str, str]:
     """Run one call; return its outcome and a description, which includes the traceback if the call failed."""
-    problem, shares = draw(seed), np.array(list(CALLED.values()))
+    problem = draw(seed)
+    shares = np.array(list(CALLED.values()))
     call = list(CALLED)[int(problem.rng.choice(len(shares), p=shares / shares.sum()))]
     problem.notes.append(call.__name__)
-    tensors = [one for network in problem.networks for one in network.parameters()] + [*problem.train, *problem.test]
-    before, modes = [one.detach().clone() for one in tensors], [network.training for network in problem.networks]
+    tensors = [tensor for network in problem.networks for tensor in network.parameters()] + [
+        *problem.train,
+        *problem.test,
+    ]
+    before = [tensor.detach().clone() for tensor in tensors]
+    modes = [network.training for network in problem.networks]
     torch.manual_seed(seed)
     random = torch.get_rng_state()
     try:
@@ -294,7 +322,7 @@ def run(seed: int) -> tuple[str, str]:
     except Exception as error:
         outcome = "wrong" if isinstance(error, WrongError) else "refused" if isinstance(error, MolaError) else "foreign"
         return outcome, f"{type(error).__name__}: {error}; {'; '.join(problem.notes)}\n{traceback.format_exc()}"
-    same = all(torch.equal(one.detach(), old) for one, old in zip(tensors, before, strict=True))
+    same = all(torch.equal(tensor.detach(), old) for tensor, old in zip(tensors, before, strict=True))
     same = same and modes == [network.training for network in problem.networks]
     same = same and torch.equal(torch.get_rng_state(), random)
     return outcome if same else "changed", "; ".join(problem.notes)
@@ -314,7 +342,8 @@ def main() -> int:
         outcome, message = run(options.case)
         print(f"case {options.case}: {outcome}\n{message}")
         return int(outcome in FAILURES)
-    calls, began = QUICK if options.quick else options.calls, time.monotonic()
+    calls = QUICK if options.quick else options.calls
+    began = time.monotonic()
     total = collections.Counter[str]()
     for case in tqdm(range(options.seed, options.seed + calls), desc="fuzz", disable=None):
         outcome, message = run(case)

@@ -37,8 +37,11 @@ from molaplace_lab.suite import DataOptions
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
 STRUCTURES = ("full", "diag", "kron", "kron-exact", "kron-diag")
-WEIGHTS, PRECISION = (0.5, 0.3, 0.2), 0.5
-INPUTS, OUTPUTS, HIDDEN = 6, 2, 10
+WEIGHTS = (0.5, 0.3, 0.2)
+PRECISION = 0.5
+INPUTS = 6
+OUTPUTS = 2
+HIDDEN = 10
 CHUNK = 5000
 """Number of draws processed at once. Larger chunks would not fit in the processor's cache and would be several times slower."""
 LEVELS = (0.05, 0.5, 0.95)
@@ -117,16 +120,19 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
     posterior = mola.fit(nets, [data(60, 1)], weights=WEIGHTS, progress=False, **options)
     x, y = data(INPUTS, 2)
     prediction = posterior.predict(2 * x)
-    noises, quantiles = prediction.component_noise.sqrt(), [prediction.quantile(level) for level in LEVELS]
+    noises = prediction.component_noise.sqrt()
+    quantiles = [prediction.quantile(level) for level in LEVELS]
     generator = torch.Generator().manual_seed(11)
     names = ("mean", "variance", "within", "between", "aleatoric", "cdf", "density", "distance", "spread")
     averages = {name: Average() for name in names}
     below = [Average() for _ in LEVELS]
     for outputs, component in drawn(posterior, 2 * x, samples):
-        noise, centre = noises[component], prediction.component_mean[component]
+        noise = noises[component]
+        centre = prediction.component_mean[component]
         shaken = noise * torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
-        draws, half = outputs + shaken, len(outputs) // 2
-        found = {
+        draws = outputs + shaken
+        half = len(outputs) // 2
+        quantities = {
             "mean": draws,
             "variance": (draws - prediction.mean).square(),
             "within": (outputs - centre).square(),
@@ -138,18 +144,18 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
             "distance": (draws - y).abs(),
             "spread": (draws[:half] - draws[half : 2 * half]).abs(),
         }
-        for name, values in found.items():
+        for name, values in quantities.items():
             averages[name].add(values)
-        for one, place in zip(below, quantiles, strict=True):
-            one.add((draws <= place).double())
+        for statistics, place in zip(below, quantiles, strict=True):
+            statistics.add((draws <= place).double())
     for name in ("mean", "variance", "within", "between", "aleatoric"):
         yield name, getattr(prediction, name), averages[name].mean, averages[name].error, True
     yield "distribution function", prediction.cdf(y), averages["cdf"].mean, averages["cdf"].error, True
-    for level, place, one in zip(LEVELS, quantiles, below, strict=True):
+    for level, place, statistics in zip(LEVELS, quantiles, below, strict=True):
         # Divide by the density at the quantile to obtain errors in the units of the targets.
         slope = (prediction.cdf(place + 1e-4) - prediction.cdf(place - 1e-4)) / 2e-4
-        chance = math.sqrt(level * (1 - level) / one.count)
-        yield f"quantile {level:g}", place, place + (level - one.mean) / slope, chance / slope, True
+        chance = math.sqrt(level * (1 - level) / statistics.count)
+        yield f"quantile {level:g}", place, place + (level - statistics.mean) / slope, chance / slope, True
     density, distance, spread = (averages[name] for name in ("density", "distance", "spread"))
     yield "log density", prediction.log_prob(y), density.mean.log(), density.error / density.mean, True
     error = (distance.error.square() + spread.error.square() / 4).sqrt()
@@ -168,10 +174,13 @@ def labels(structure: str, samples: int) -> Iterator[Found]:
     def mixed(values: Tensor) -> Tensor:
         return torch.einsum("k,knd->nd", weights, values)
 
-    yes, uncertain = (mixed(one) for one in expected_sigmoid(prediction.logit_mean, prediction.logit_variance))
+    yes, uncertain = (mixed(logits) for logits in expected_sigmoid(prediction.logit_mean, prediction.logit_variance))
     mean = mixed(prediction.logit_mean)
     variance = mixed(prediction.logit_variance + (prediction.logit_mean - mean).square())
-    probability, entropy, logits, squares = Average(), Average(), Average(), Average()
+    probability = Average()
+    entropy = Average()
+    logits = Average()
+    squares = Average()
     softplus = nn.functional.softplus
     for outputs, _ in drawn(posterior, x, samples):
         probs = torch.sigmoid(outputs)
@@ -198,8 +207,8 @@ def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iter
     for likelihood in ("gaussian", "gaussian, heteroscedastic", "bernoulli"):
         for structure in structures:
             discrete = likelihood == "bernoulli"
-            found = labels(structure, samples) if discrete else regression(structure, "," in likelihood, samples)
-            for name, closed, values, error, exact in found:
+            comparisons = labels(structure, samples) if discrete else regression(structure, "," in likelihood, samples)
+            for name, closed, values, error, exact in comparisons:
                 apart = (closed - values).abs()
                 yield {
                     "likelihood": likelihood,
@@ -228,7 +237,8 @@ LINKS: dict[str, links.Link] = {
     "mc, 100 samples": links.MonteCarlo(100),
 }
 PLAIN = "softmax of the mean"
-POINTS, JUDGE_SAMPLES = 1000, 100_000
+POINTS = 1000
+JUDGE_SAMPLES = 100_000
 
 
 @dataclass(frozen=True)
@@ -301,7 +311,8 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
 
 def scores(experiment: Experiment, structure: str, name: str, posterior: mola.MoLA) -> dict[str, Any]:
     """Measure log loss and ECE on all test images, and how well the confidence separates test images from SVHN images."""
-    inside, outside = posterior(experiment.test), posterior(experiment.svhn)
+    inside = posterior(experiment.test)
+    outside = posterior(experiment.svhn)
     return {
         "structure": structure,
         "link": name,
@@ -316,7 +327,8 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
     """Measure the median variance of a logit, split into the part common to all classes and the part in the contrasts between them."""
     row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
     for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
-        curvature, precision = posterior.components[0].layer.curvature, posterior.prior_precision[0]
+        curvature = posterior.components[0].layer.curvature
+        precision = posterior.prior_precision[0]
         phi = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=inputs.dtype)], 1)
         contrast = curvature.variance(phi, precision, centred=True)
         row[f"common_{place}"] = float((curvature.variance(phi, precision) - contrast).mean(1).median())
@@ -328,7 +340,8 @@ def on_real_logits(experiment: Experiment) -> dict[str, Any]:
     """Compute all rows of the record."""
     plain = mola.ensemble(experiment.head)
     scaled = mola.calibration.temperature_scaled([experiment.head], experiment.validation)
-    rows, spreads = [], []
+    rows = []
+    spreads = []
     tuned = [scores(experiment, "none", PLAIN, plain), scores(experiment, "none", "temperature scaling", scaled)]
     for structure in REAL_STRUCTURES:
         fitted = mola.fit(experiment.head, experiment.train, structure=structure, progress=False)
@@ -353,17 +366,18 @@ def main() -> int:
     environment = record.environment("molaplace")
     warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings about extended grids are expected
     if options.networks is not None:
-        found = on_real_logits(read(options.data, options.networks, options.cache, options.network))
+        results = on_real_logits(read(options.data, options.networks, options.cache, options.network))
         about = {
             "judge_samples": JUDGE_SAMPLES,
             "points": POINTS,
             "network": options.network,
             "environment": environment,
         }
-        record.write("links_against_monte_carlo", about | found)
+        record.write("links_against_monte_carlo", about | results)
         return 0
     torch.set_num_threads(1)
-    samples, rows = 20_000 if options.quick else options.samples, []
+    samples = 20_000 if options.quick else options.samples
+    rows = []
     print(f"{'likelihood':26} {'structure':11} {'closed form':36} {'error':>9} {'MC error':>9} {'in MC errors':>13}")
     for row in closed_forms(samples, ("full", "kron") if options.quick else STRUCTURES):
         rows.append(row)

@@ -37,7 +37,8 @@ from molaplace.likelihoods import Categorical
 from molaplace.structures import Kron, as_structure
 from molaplace.sums import Sums
 
-INPUTS, BATCH = 784, 256
+INPUTS = 784
+BATCH = 256
 CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("fit", "kron", 256, 10, 2048, False),
     ("fit", "kron", 2048, 1000, 512, True),
@@ -75,7 +76,8 @@ class Stream:
     """Batches generated as they are read, so that the data set is never held in memory."""
 
     def __init__(self, count: int, classes: int) -> None:
-        self.count, self.classes = count, classes
+        self.count = count
+        self.classes = classes
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -115,7 +117,8 @@ def floor(work: str, structure: str, features: int, classes: int, count: int) ->
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
     """Return the wall time and the CPU time of the work, in seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
@@ -127,7 +130,8 @@ def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict
     torch.manual_seed(0)
     networks = [lenet().eval(), lenet().eval()]
     whole = [(torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,)))] * (count // BATCH)
-    part, rows = team.shard(whole), []
+    part = team.shard(whole)
+    rows = []
     for repeat in range(repeats + 1):
         together = timed(lambda: mola.fit(networks, part, progress=False, team=team))
         alone = timed(lambda: mola.fit(networks, whole, progress=False)) if team.first else (0.0, 0.0)
@@ -145,15 +149,17 @@ def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, f
     generator = torch.Generator().manual_seed(0)
     phi = torch.randn(rows, features, generator=generator, dtype=torch.float64)
     curvature = Categorical().curvature(torch.randn(rows, classes, generator=generator, dtype=torch.float64))
-    structure, found = Kron(), {}
+    structure = Kron()
+    sums = {}
     for _ in range(3):
-        each = [timed(lambda: found.update(structure.sums(phi, curvature)))[1] for _ in range(3)]
-    tensors = list(found.values())
+        each = [timed(lambda: sums.update(structure.sums(phi, curvature)))[1] for _ in range(3)]
+    tensors = list(sums.values())
     meetings = [timed(lambda: team.sum(tensors))[0] for _ in range(3)]
     matrix = torch.randn(1000, 1000, dtype=torch.float64)
     product = statistics.median(timed(lambda: matrix @ matrix)[1] for _ in range(5))
-    seconds, operations = statistics.median(each) / rows, float(features**2 + classes**2)
-    total = Sums(found, rows)
+    seconds = statistics.median(each) / rows
+    operations = float(features**2 + classes**2)
+    total = Sums(sums, rows)
     return {
         "arithmetic": {
             "features": features,
@@ -165,7 +171,7 @@ def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, f
             "eigenproblem_seconds": timed(lambda: structure.solve(total))[1] if team.first else 0.0,
         },
         "sums": {
-            "sum_bytes": float(sum(one.numel() * one.element_size() for one in tensors)),
+            "sum_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in tensors)),
             "all_reduce_seconds": statistics.median(meetings),
         },
     }
@@ -174,10 +180,10 @@ def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, f
 def worker(output: str, quick: bool) -> None:
     torch.set_num_threads(1)
     with mola.distributed.join() as team:
-        found: dict[str, Any] = {"rows": speed_up(team, 2048 if quick else 20_000, 1 if quick else 5)}
-        found |= constants(team, quick)
+        results: dict[str, Any] = {"rows": speed_up(team, 2048 if quick else 20_000, 1 if quick else 5)}
+        results |= constants(team, quick)
         if team.first:
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(results))
 
 
 def scale_out(quick: bool) -> dict[str, Any]:
@@ -186,17 +192,17 @@ def scale_out(quick: bool) -> dict[str, Any]:
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--worker", f"{folder}/found.json", *(["--quick"] if quick else [])]
+        command = [sys.executable, __file__, "--worker", f"{folder}/results.json", *(["--quick"] if quick else [])]
         started = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}) for rank in range(2)]
         codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit("a process failed")
-        found = json.loads(Path(f"{folder}/found.json").read_text())
+        results = json.loads(Path(f"{folder}/results.json").read_text())
     summary: dict[str, Any] = {"processes": 2, "images": 2048 if quick else 20_000, "networks": 2}
     for name in ("speed_up", "speed_up_cpu"):
-        values = [row[name] for row in found["rows"]]
+        values = [row[name] for row in results["rows"]]
         summary |= {name: statistics.median(values), f"{name}_least": min(values), f"{name}_most": max(values)}
-    return summary | {"arithmetic": found["arithmetic"], "sums": found["sums"], "rows": found["rows"]}
+    return summary | {"arithmetic": results["arithmetic"], "sums": results["sums"], "rows": results["rows"]}
 
 
 def main() -> int:
@@ -212,12 +218,13 @@ def main() -> int:
     if options.worker is not None:
         worker(options.worker, options.quick)
         return 0
-    environment, rows = record.environment("molaplace"), []
+    environment = record.environment("molaplace")
+    rows = []
     print(f"{'work':8} {'structure':10} {'P':>5} {'C':>5} {'N':>6} {'peak':>9} {'result':>9}   bar")
     for case in [CASES[place] for place in QUICK] if options.quick else CASES:
-        *given, judged = case
-        work, structure, features, classes, count = given
-        command = [sys.executable, __file__, "--case", json.dumps(given)]
+        *arguments, judged = case
+        work, structure, features, classes, count = arguments
+        command = [sys.executable, __file__, "--case", json.dumps(arguments)]
         peak = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         needed = floor(work, structure, features, classes, count)
         row = {"work": work, "structure": structure, "features": features, "classes": classes, "data": count}
@@ -226,12 +233,13 @@ def main() -> int:
         limit = "" if bar is None else f"{bar:.0f} MB {'MISSED' if rows[-1]['missed'] else 'met'}"
         sizes = f"{peak / 1e6:6.1f} MB {needed / 1e6:6.1f} MB"
         print(f"{work:8} {structure:10} {features:5} {classes:5} {count:6} {sizes}   {limit}", flush=True)
-    found = scale_out(options.quick)
-    low, high = found["speed_up_cpu_least"], found["speed_up_cpu_most"]
-    print(f"two processes: {found['speed_up_cpu']:.2f} times as fast in CPU time ({low:.2f} to {high:.2f})")
+    results = scale_out(options.quick)
+    low = results["speed_up_cpu_least"]
+    high = results["speed_up_cpu_most"]
+    print(f"two processes: {results['speed_up_cpu']:.2f} times as fast in CPU time ({low:.2f} to {high:.2f})")
     if not options.quick:
         record.write("memory", {"environment": environment, "rows": rows})
-        record.write("scale_out", {"environment": environment} | found)
+        record.write("scale_out", {"environment": environment} | results)
     return int(any(row["missed"] for row in rows))
 
 

@@ -52,7 +52,8 @@ SETTLED = 1e-6
 float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
-NOISE, STEP = 0.3, 2e-3
+NOISE = 0.3
+STEP = 2e-3
 
 
 # --- laplace-torch ----------------------------------------------------------------------------------------------------
@@ -88,9 +89,9 @@ def train(network: nn.Module, data: TensorDataset) -> None:
     network.eval().zero_grad()
 
 
-def apart(ours: Tensor, theirs: Tensor) -> float:
+def apart(tensor: Tensor, reference: Tensor) -> float:
     """Return the largest absolute difference, divided by the largest absolute value."""
-    return float(f"{float((ours.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max()):.2g}")
+    return float(f"{float((tensor.detach() - reference.detach()).abs().max() / reference.detach().abs().max()):.2g}")
 
 
 def bias_last(head: nn.Linear) -> Tensor:
@@ -138,12 +139,16 @@ def quantities(
     if not regression:
         yield "logit mean", prediction.logit_mean[0], mean
         links = mola.links
-        for link, theirs in (
+        for link, link_of_peer in (
             (links.Probit(), "probit"),
             (links.Bridge(), "bridge"),
             (links.Bridge(True), "bridge_norm"),
         ):
-            yield f"probabilities, {theirs}", posterior.with_link(link)(inputs), peer(inputs, link_approx=theirs)
+            yield (
+                f"probabilities, {link_of_peer}",
+                posterior.with_link(link)(inputs),
+                peer(inputs, link_approx=link_of_peer),
+            )
         return
     functional = covariance.diagonal(dim1=1, dim2=2)
     variance = functional + peer.sigma_noise.square()
@@ -162,7 +167,10 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
     with respect to the noise.
     """
     if regression:
-        free = [one.with_likelihood(replace(one.likelihood, estimated=True)) for one in posterior.components]
+        free = [
+            component.with_likelihood(replace(component.likelihood, estimated=True))
+            for component in posterior.components
+        ]
         posterior = posterior.with_parts(components=free)
     best = posterior.tune(rule="evidence", progress=False)
     point = [best.prior_precision[0], *([float(best.noise[0, 0])] if regression else [])]
@@ -200,19 +208,19 @@ def compare(
     for precision in PRIOR_PRECISIONS:
         peer.prior_precision = precision
         at = posterior.with_prior_precision(precision)
-        for quantity, mine, theirs in quantities(at, peer, *unseen, bias_last(network[-1])):
-            rows.setdefault(quantity, []).append(apart(mine, theirs))
+        for quantity, value, reference in quantities(at, peer, *unseen, bias_last(network[-1])):
+            rows.setdefault(quantity, []).append(apart(value, reference))
     common = {"network": name, "structure": structure}
-    found = [
+    comparisons = [
         common | {"quantity": quantity, "prior_precision": PRIOR_PRECISIONS, "difference": differences}
         for quantity, differences in rows.items()
     ]
     slopes = evidence_slopes(posterior, peer, regression)
-    found += [
+    comparisons += [
         common | {"quantity": what, "prior_precision": (at,), "difference": [slope], "tolerance": SETTLED}
         for what, at, slope in slopes
     ]
-    return found
+    return comparisons
 
 
 def laplace_torch() -> dict[str, Any]:
@@ -231,15 +239,19 @@ def laplace_torch() -> dict[str, Any]:
         ],
     }
     for record_name, listed in cases.items():
-        same, different = [], []
+        same = []
+        different = []
         for name, make, shape, outputs in listed:
             inputs, others = (torch.randn(count, *shape, dtype=torch.float64) for count in (300, 50))
             if "regression" in record_name:
-                labels, unseen = observed(inputs, outputs), (others, observed(others, outputs))
+                labels = observed(inputs, outputs)
+                unseen = (others, observed(others, outputs))
             else:
-                labels, unseen = torch.randint(5, (300,)), (others, torch.zeros(50, dtype=torch.long))
+                labels = torch.randint(5, (300,))
+                unseen = (others, torch.zeros(50, dtype=torch.long))
             for bias in (True, False):
-                network, data = make(outputs, bias).double(), TensorDataset(inputs, labels)
+                network = make(outputs, bias).double()
+                data = TensorDataset(inputs, labels)
                 train(network, data)
                 both = partial(compare, f"{name}{'' if bias else ' no bias'}", network, data=data, unseen=unseen)
                 for structure in ("full", "diag") if bias else PEER_NAME:
@@ -320,7 +332,8 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
     class Given(ClassifierMixin, BaseEstimator):
         """A classifier that returns its inputs as probabilities."""
 
-        classes_, n_features_in_ = np.arange(probs.shape[1]), probs.shape[1]
+        classes_ = np.arange(probs.shape[1])
+        n_features_in_ = probs.shape[1]
 
         def predict_proba(self, x: Any) -> np.ndarray:
             return np.asarray(x)
@@ -362,7 +375,8 @@ class Ends:
 
     def __init__(self, columns: np.ndarray) -> None:
         self.columns = torch.from_numpy(columns)
-        self.mean, self.variance = self.columns[:, 2:], torch.ones(len(columns), 1)
+        self.mean = self.columns[:, 2:]
+        self.variance = torch.ones(len(columns), 1)
 
     def interval(self, _level: float) -> tuple[Tensor, Tensor]:
         """Return the low and high quantiles; ignore the level."""
@@ -378,7 +392,8 @@ def intervals() -> dict[str, Any]:
         """A regressor whose prediction is one column of its inputs."""
 
         def __init__(self, place: int = 0) -> None:
-            self.place, self.fitted_ = place, True
+            self.place = place
+            self.fitted_ = True
 
         def fit(self, _x: Any, _y: Any) -> Any:
             return self
@@ -395,10 +410,12 @@ def intervals() -> dict[str, Any]:
     (columns, targets), (new, truth) = draw(500, 0), draw(2000, 1)
     made = ConformalizedQuantileRegressor([Column(0), Column(1), Column(2)], 0.9, prefit=True)
     made.conformalize(columns, targets)
-    theirs = made.predict_interval(new, symmetric_correction=True)[1][:, :, 0]
-    ours = torch.cat(mola.prediction_intervals(Ends(columns), targets, 0.9)(Ends(new)), 1).numpy()  # type: ignore[arg-type]
-    coverage = [float(((one[:, 0] <= truth) & (truth <= one[:, 1])).mean()) for one in (ours, theirs)]
-    difference = float(np.abs(ours - theirs).max())
+    peer_intervals = made.predict_interval(new, symmetric_correction=True)[1][:, :, 0]
+    our_intervals = torch.cat(mola.prediction_intervals(Ends(columns), targets, 0.9)(Ends(new)), 1).numpy()  # type: ignore[arg-type]
+    coverage = [
+        float(((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean()) for ends in (our_intervals, peer_intervals)
+    ]
+    difference = float(np.abs(our_intervals - peer_intervals).max())
     return {
         "peer": "MAPIE",
         "case": "conformalised quantiles",
@@ -417,7 +434,7 @@ def conformal() -> dict[str, Any]:
         probs, labels = predictions(count, classes, classes)
         new, truth = predictions(2000, classes, 1000 + classes)
         for coverage in (0.8, 0.9, 0.95):
-            given = probs, labels, new, coverage
+            arguments = probs, labels, new, coverage
 
             def add(
                 rows: list[Any],
@@ -447,22 +464,22 @@ def conformal() -> dict[str, Any]:
                 name: mola.prediction_sets(probs, labels, coverage, name, **more)(new).numpy()  # type: ignore[arg-type]
                 for name, more in options.items()
             }
-            add(same, "MAPIE", "lac", ours["lac"], mapie_sets("lac", *given))
+            add(same, "MAPIE", "lac", ours["lac"], mapie_sets("lac", *arguments))
             add(
                 same,
                 "MAPIE",
                 "aps, randomised",
-                randomised(*given),
-                mapie_sets("aps", *given, include_last_label="randomized"),
+                randomised(*arguments),
+                mapie_sets("aps", *arguments, include_last_label="randomized"),
             )
             scores = torchcp_scores(peer, 0.02, 2)
             for name, score in scores.items():
-                add(same, "TorchCP", name, ours[name], torchcp_sets(score, peer.split, *given))
+                add(same, "TorchCP", name, ours[name], torchcp_sets(score, peer.split, *arguments))
             if classes <= 10:
                 by_class = mola.prediction_sets(probs, labels, coverage, by="class")(new).numpy()
-                add(same, "TorchCP", "lac, by class", by_class, torchcp_sets(scores["lac"], peer.by_class, *given))
+                add(same, "TorchCP", "lac, by class", by_class, torchcp_sets(scores["lac"], peer.by_class, *arguments))
             for case, last in (("aps, last label kept", True), ("aps, last label dropped", False)):
-                add(different, "MAPIE", case, ours["aps"], mapie_sets("aps", *given, include_last_label=last))
+                add(different, "MAPIE", case, ours["aps"], mapie_sets("aps", *arguments, include_last_label=last))
     packages = {name: version(name) for name in ("mapie", "torchcp", "torch", "numpy", "scikit-learn")}
     share = sum(row["equal"] for row in same) / sum(row["sets"] for row in same)
     return {
@@ -478,12 +495,12 @@ def frozen() -> dict[str, Any]:
     """Return the contents of tests/library/conformal_reference.json: a small case, and MAPIE's and TorchCP's sets for it."""
     peer = torchcp()
     (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
-    given = probs, labels, new, 0.8
+    arguments = probs, labels, new, 0.8
     scores = torchcp_scores(peer, 0.05, 1)
-    found = {f"TorchCP {name}": torchcp_sets(score, peer.split, *given) for name, score in scores.items()}
-    found["TorchCP lac by class"] = torchcp_sets(scores["lac"], peer.by_class, *given)
-    found["MAPIE lac"] = mapie_sets("lac", *given)
-    found["MAPIE aps randomised"] = mapie_sets("aps", *given, include_last_label="randomized")
+    sets_by_method = {f"TorchCP {name}": torchcp_sets(score, peer.split, *arguments) for name, score in scores.items()}
+    sets_by_method["TorchCP lac by class"] = torchcp_sets(scores["lac"], peer.by_class, *arguments)
+    sets_by_method["MAPIE lac"] = mapie_sets("lac", *arguments)
+    sets_by_method["MAPIE aps randomised"] = mapie_sets("aps", *arguments, include_last_label="randomized")
     return {
         "packages": {name: version(name) for name in ("mapie", "torchcp")},
         "coverage": 0.8,
@@ -491,14 +508,16 @@ def frozen() -> dict[str, Any]:
         "labels": labels.tolist(),
         "new": new.tolist(),
         "uniform": [np.random.RandomState(SEED).uniform(size=size).tolist() for size in (60, 25)],
-        "sets": {name: ["".join("01"[int(held)] for held in row) for row in one] for name, one in found.items()},
+        "sets": {
+            name: ["".join("01"[int(held)] for held in row) for row in sets] for name, sets in sets_by_method.items()
+        },
     }
 
 
 def judge_conformal(document: dict[str, Any]) -> int:
     bad = [row for row in document["same"] if row["equal"] < (1 - ALLOWED) * row["sets"]]
     for row in document["same"] + document["different"]:
-        coverage, size = (" / ".join(f"{one:.3f}" for one in row[name]) for name in ("coverage", "size"))
+        coverage, size = (" / ".join(f"{value:.3f}" for value in row[name]) for name in ("coverage", "size"))
         equal = f"{row['equal']} of {row['sets']} equal"
         print(
             f"{row['peer']:8} {row['case']:24} C={row['classes']:<4} {row['promised']:g}  {equal}   {coverage}   {size}"

@@ -53,11 +53,12 @@ class Inside:
     """Context manager that measures the CPU seconds spent in the networks' forward passes."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        self.networks, self.seconds = networks, 0.0
+        self.networks = networks
+        self.seconds = 0.0
 
     def __enter__(self) -> Self:
-        self.handles = [one.register_forward_pre_hook(self._begin) for one in self.networks]
-        self.handles += [one.register_forward_hook(self._end) for one in self.networks]
+        self.handles = [network.register_forward_pre_hook(self._begin) for network in self.networks]
+        self.handles += [network.register_forward_hook(self._end) for network in self.networks]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,8 +95,11 @@ def compare(
 ) -> dict[str, Any]:
     """Return `ratio`, `added` and the times; if `relative`, divide `added` by its value for `plain`."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
-    ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
-    added = {name: statistics.median(total / own for total, own in found) for name, found in times.items()}
+    ratios = [times_tested[0] / other[0] for times_tested, other in zip(times["tested"], times["plain"], strict=True)]
+    added = {
+        name: statistics.median(total / passes for total, passes in measurements)
+        for name, measurements in times.items()
+    }
     return {
         "ratio": statistics.median(ratios),
         "least": min(ratios),
@@ -136,7 +140,8 @@ class Setting:
 
     def loader(self, count: int) -> Loader:
         """Draw random inputs and labels."""
-        inputs, labels = torch.randn(count, *self.shape), torch.randint(self.classes, (count,))
+        inputs = torch.randn(count, *self.shape)
+        labels = torch.randint(self.classes, (count,))
         return list(zip(inputs.split(self.batch), labels.split(self.batch), strict=True))
 
 
@@ -185,7 +190,8 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
 
     network = resnet20()
     load_weights(network, networks / "00.safetensors")
-    normalise, loaders = normalisation("imagenet"), []
+    normalise = normalisation("imagenet")
+    loaders = []
     for name, count in (("train", RESNET.training), ("test", RESNET.validation)):
         images = load_images("cifar10", name, data).evenly(count)
         batches = zip(normalise(images.pixels).split(RESNET.batch), images.labels.split(RESNET.batch), strict=True)
@@ -194,21 +200,23 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
     return network.eval().to(memory_format=torch.channels_last), loaders[0], loaders[1]
 
 
-def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
+def measure(setting: Setting, quick: bool, prepared: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
     """Return one row for each task: fitting with each structure, predicting, and tuning with each rule."""
     share = 8 if quick else 1
-    network, training, validation = given or (
+    network, training, validation = prepared or (
         setting.network().eval(),
         setting.loader(max(setting.batch, setting.training // share)),
         setting.loader(max(setting.batch, setting.validation // share)),
     )
     repeats = 1 if quick else setting.repeats
-    networks, inputs = [network], training[0][0]
+    networks = [network]
+    inputs = training[0][0]
     rows = []
 
     def add(work: str, kind: str, tested: Work, plain: Work, turns: int, *, relative: bool = False) -> None:
         row = compare(tested, plain, turns, networks, relative=relative)
-        bar, limit = setting.bars.get(work), setting.bars.get(f"{work} seconds")
+        bar = setting.bars.get(work)
+        limit = setting.bars.get(f"{work} seconds")
         missed = (bar is not None and row["added"] > bar) or (limit is not None and row["seconds"] > limit)
         rows.append(
             {"setting": setting.name, "work": work, "kind": kind, **row, "bar": bar, "limit": limit, "missed": missed}
@@ -244,7 +252,10 @@ def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loade
 # --- dense outputs ----------------------------------------------------------------------------------------------------
 
 DENSE_BARS = {"time": 1.3, "memory": 300e6}
-SIZE, DENSE_CLASSES, FEATURES, DENSE_BATCH = 256, 21, 64, 4
+SIZE = 256
+DENSE_CLASSES = 21
+FEATURES = 64
+DENSE_BATCH = 4
 
 
 class UNet(nn.Module):
@@ -253,8 +264,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
 
-        def block(given: int, made: int) -> nn.Sequential:
-            first, second = nn.Conv2d(given, made, 3, padding=1), nn.Conv2d(made, made, 3, padding=1)
+        def block(inputs: int, outputs: int) -> nn.Sequential:
+            first = nn.Conv2d(inputs, outputs, 3, padding=1)
+            second = nn.Conv2d(outputs, outputs, 3, padding=1)
             return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
         self.down = nn.ModuleList([block(3, 64), block(64, 128), block(128, 256)])
@@ -263,18 +275,19 @@ class UNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, of shape (n, C, H, W)."""
-        kept: list[Tensor] = []
+        maps: list[Tensor] = []
         for level in self.down:
-            images = level(nn.functional.max_pool2d(images, 2) if kept else images)
-            kept.append(images)
-        for level, beside in zip(self.up, reversed(kept[:-1]), strict=True):
+            images = level(nn.functional.max_pool2d(images, 2) if maps else images)
+            maps.append(images)
+        for level, beside in zip(self.up, reversed(maps[:-1]), strict=True):
             images = level(torch.cat([nn.functional.interpolate(images, scale_factor=2.0), beside], dim=1))
         return self.head(images)
 
 
 def dense_data(images: int, size: int) -> tuple[nn.Module, Loader]:
     torch.manual_seed(0)
-    inputs, labels = torch.randn(images, 3, size, size), torch.randint(DENSE_CLASSES, (images, size, size))
+    inputs = torch.randn(images, 3, size, size)
+    labels = torch.randint(DENSE_CLASSES, (images, size, size))
     return UNet().eval(), list(zip(inputs.split(DENSE_BATCH), labels.split(DENSE_BATCH), strict=True))
 
 
@@ -312,7 +325,8 @@ def measure_dense(quick: bool) -> dict[str, Any]:
 
 # --- laplace-torch ----------------------------------------------------------------------------------------------------
 
-INPUTS, GRID = 784, 100
+INPUTS = 784
+GRID = 100
 
 
 class PeerLoader(list):
@@ -321,13 +335,15 @@ class PeerLoader(list):
     def __init__(
         self, count: int, classes: int, judge: nn.Module | None = None, size: int = 256, width: int = INPUTS
     ) -> None:
-        inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
+        inputs = torch.randn(count, width)
+        labels = torch.randint(classes, (count,))
         if judge is not None:
             # Draw labels for which the network is overconfident, so that the best prior precision lies inside the grid.
             with torch.no_grad():
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         super().__init__(zip(inputs.split(size), labels.split(size), strict=True))
-        self.dataset, self.batch_size = torch.utils.data.TensorDataset(inputs, labels), size
+        self.dataset = torch.utils.data.TensorDataset(inputs, labels)
+        self.batch_size = size
 
 
 def peer_rows(quick: bool) -> list[dict[str, Any]]:
@@ -342,10 +358,12 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         options = {"subset_of_weights": "last_layer", "hessian_structure": structure, "backend": backend}
         return Laplace(deepcopy(model), "classification", **options)
 
-    def add(work: str, name: str, size: dict[str, int], mine: Work, theirs: Work, passes: Work, repeats: int) -> None:
+    def add(
+        work: str, name: str, size: dict[str, int], tested: Work, work_of_peer: Work, passes: Work, repeats: int
+    ) -> None:
         print(work, name, file=sys.stderr, flush=True)
-        times = interleaved({"mola": mine, "peer": theirs, "bare": passes}, 1 if quick else repeats)
-        seconds = {key: statistics.median(total for total, _ in found) for key, found in times.items()}
+        times = interleaved({"mola": tested, "peer": work_of_peer, "bare": passes}, 1 if quick else repeats)
+        seconds = {key: statistics.median(total for total, _ in measurements) for key, measurements in times.items()}
         ratios = sorted(b[0] / a[0] for a, b in zip(times["mola"], times["peer"], strict=True))
         low, high = (ratios[0], ratios[-1]) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
         spread = {"ratio": statistics.median(ratios), "quartile_1": low, "quartile_3": high}
@@ -353,7 +371,8 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         rows.append({"work": work, **size, "peer": name, **named, **spread})
 
     def fitting(features: int, classes: int, count: int, structures: Sequence[str], repeats: int) -> None:
-        model, loader = head(INPUTS, features, classes).eval(), PeerLoader(count, classes)
+        model = head(INPUTS, features, classes).eval()
+        loader = PeerLoader(count, classes)
         size = {"features": features, "classes": classes, "data": count}
         for structure in structures:
             for name, backend in backends.items():
@@ -368,7 +387,8 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
 
     def using(features: int, classes: int, count: int, repeats: int) -> None:
         model = head(INPUTS, features, classes).eval()
-        training, held_out = PeerLoader(count, classes), PeerLoader(count, classes, model)
+        training = PeerLoader(count, classes)
+        held_out = PeerLoader(count, classes, model)
         posterior = mola.fit(model, training, structure="kron-exact", progress=False)
         theirs = peer(model, "kron", CurvlinopsGGN)
         theirs.fit(training)
@@ -481,10 +501,10 @@ def main() -> int:
         print(line(rows[-1]), flush=True)
     if not options.quick:
         measured = {row["setting"] for row in rows}
-        kept = record.read("speed")["rows"] if options.only and record.exists("speed") else []
-        kept = [row for row in kept if row["setting"] not in measured]
+        others = record.read("speed")["rows"] if options.only and record.exists("speed") else []
+        others = [row for row in others if row["setting"] not in measured]
         about = {"environment": environment, "trained": options.networks is not None}
-        record.write("speed", about | {"rows": kept + rows})
+        record.write("speed", about | {"rows": others + rows})
     return int(not options.quick and any(row["missed"] for row in rows))
 
 

@@ -22,7 +22,7 @@ class Suite:
 
     def read(self, networks: slice) -> dict[str, StoredActivations]:
         """Return the activations of the selected networks on every set."""
-        return {place: self.activations.read(self.networks[networks], one) for place, one in self.sources.items()}
+        return {place: self.activations.read(self.networks[networks], source) for place, source in self.sources.items()}
 
     def places(self, role: str) -> list[str]:
         """Return the names of the sets with the given role."""
@@ -44,7 +44,7 @@ def open_suite(
     """
     suite = find_suite(name)
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)
-    sources = {place: one for place, one in suite.make_sources(options).items() if not sets or place in sets}
+    sources = {place: source for place, source in suite.make_sources(options).items() if not sets or place in sets}
     members = open_networks(sorted(networks.glob("*.safetensors"))[:count], build, label)
     activations = ActivationCache(cache)
     activations.compute(members, list(sources.values()), lambda doing, done: None)

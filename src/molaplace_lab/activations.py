@@ -83,7 +83,8 @@ class ActivationCache:
     """A folder that stores activations and, for training sets whose activations are not stored, sums over the data."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
-        self.directory, self.device = directory, torch.device(device)
+        self.directory = directory
+        self.device = torch.device(device)
 
     def paths(self, network: Network, source: Source) -> list[Path]:
         """Return the paths of a network's activations on a set: one file, or one file per slice of a large set."""
@@ -115,7 +116,8 @@ class ActivationCache:
         tasks_of_rank = tasks[team.rank :: team.size]
         load = lru_cache(maxsize=LOADED)(Network.load)
         for done, (indices, set_index, slice_index) in enumerate(tasks_of_rank):
-            chosen, source = [networks[index] for index in indices], sources[set_index]
+            chosen = [networks[index] for index in indices]
+            source = sources[set_index]
             labels = [network.label for network in chosen]
             progress(f"{', '.join(labels)} on {source.title}", done / len(tasks_of_rank))
             files = [self.paths(network, source)[slice_index] for network in chosen]
@@ -157,7 +159,8 @@ class ActivationCache:
                     dtype = (
                         head.layer.weight.dtype
                     )  # keep the network's own precision, because float64 would add no accuracy
-                    features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
+                    features = phi[:, : head.inputs].to(dtype)
+                    logits = outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
                     rows_of_network.append({name: values.detach().cpu() for name, values in row.items()})
         for path, rows_of_network, head, label in zip(paths, written, heads, labels, strict=True):

@@ -75,7 +75,8 @@ class TensorFile:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
         slices: list[Tensor] = []
-        first, last = 0, self.shape(name)[0] if stop is None else stop
+        first = 0
+        last = self.shape(name)[0] if stop is None else stop
         for part in self.parts:
             rows = part.get_slice(name)
             count = rows.get_shape()[0]

@@ -75,7 +75,8 @@ def measure_cost(
     Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, the
     comparison would be unfair: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
-    fitting, testing = _first(train, images), _first(test, images)
+    fitting = _first(train, images)
+    testing = _first(test, images)
     short = _first(test, max(1, images // FEWER))
     times: dict[tuple[str, int | str, int], list[float]] = defaultdict(list)
     flushed = torch.set_flush_denormal(True)
@@ -95,8 +96,10 @@ def measure_cost(
 
     def extended(name: str, part: int, loader: Loader) -> float:
         # Extrapolate along a line through the times for the whole loader and for half of it, so that fixed costs are not multiplied.
-        more, fewer = _count(loader), _count(_half(loader))
-        whole, half = median[name, part, more], median[name, part, fewer]
+        more = _count(loader)
+        fewer = _count(_half(loader))
+        whole = median[name, part, more]
+        half = median[name, part, fewer]
         if more == fewer:
             return whole * train.count / more
         return whole + max(0.0, whole - half) / (more - fewer) * (train.count - more)

@@ -69,7 +69,8 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
     centre = torch.stack([prepared(part).sum(0) / len(labels) for part in features()]).sum(0)
     _, index = torch.unique(labels.to(centre.device), return_inverse=True)
-    counts, width = torch.bincount(index), len(centre)
+    counts = torch.bincount(index)
+    width = len(centre)
 
     def centred() -> Iterator[tuple[Tensor, Tensor]]:
         start = 0
@@ -85,7 +86,8 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
         # Do not subtract the between-class covariance from the total: for classes far apart, only rounding errors would remain.
         residuals = values - means[owner]
         within += residuals.T @ residuals / len(labels)
-    whitening, background = _whitening(within), _whitening(total)
+    whitening = _whitening(within)
+    background = _whitening(total)
     means = means @ whitening
 
     def nearest(features: Tensor) -> Tensor:
@@ -172,7 +174,8 @@ def standardised(
         return torch.stack([member(values).double() for member, values in zip(members, batch, strict=True)])
 
     known = torch.cat([scores(batch) for batch in reference], dim=1)
-    centres, scales = known.mean(1, keepdim=True), known.std(1, correction=0, keepdim=True)
+    centres = known.mean(1, keepdim=True)
+    scales = known.std(1, correction=0, keepdim=True)
     if not (scales > 0).all():
         raise DataError("a network gives all reference data the same score. Pass more varied reference data.")
     return lambda batch: ((scores(batch) - centres) / scales).mean(0)
@@ -192,7 +195,8 @@ def feature_scores(
         return (activations.features[:, 0] for activations in train.only(slice(network, network + 1)).slices())
 
     def bank(network: int) -> Tensor:
-        start, found = 0, []
+        start = 0
+        found = []
         for part in parts(network):
             found.append(part[-start % stride :: stride].clone())
             start += len(part)

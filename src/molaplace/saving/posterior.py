@@ -106,7 +106,9 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
         components = []
         with evaluating(*networks):
             for index, sums in enumerate(unpack_sums(parts, tensors)):
-                network, likelihood, saved = networks[index], likelihoods[index], parts[index]["head"]
+                network = networks[index]
+                likelihood = likelihoods[index]
+                saved = parts[index]["head"]
                 options = {name: saved[name] for name in ("every_position", "dense_axes")}
                 options["ignore_index"] = int(saved["ignore_index"])
                 head = replace(head_by_name(network, saved["name"]), **options)

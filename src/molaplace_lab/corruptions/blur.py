@@ -40,11 +40,13 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     """
     side = pixels.shape[-1]
     shifts = streams.draw(lambda generator: generator.integers(-1, 1, size=(rounds, 2, side - 2, side - 2)))
-    rows, columns = np.arange(2, side)[:, None], np.arange(2, side)
+    rows = np.arange(2, side)[:, None]
+    columns = np.arange(2, side)
     everyone = np.arange(len(pixels))[:, None, None]
     current = truncated(gaussian(unit(pixels), sigma))
     for turn in range(rounds):
-        down, right = shifts[:, turn, 0], shifts[:, turn, 1]
+        down = shifts[:, turn, 0]
+        right = shifts[:, turn, 1]
         # In `gathered`, the channels come last, because NumPy puts the axes of index arrays first if a slice separates them.
         gathered = current[everyone, :, rows + down, columns + right]
         current = current.copy()
@@ -82,7 +84,8 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius. The blur therefore trails to one side. The result is not
     rounded.
     """
-    side, steps = images.shape[-1], np.arange(2 * radius + 1)
+    side = images.shape[-1]
+    steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     weights = weights / weights.sum()
     angles = np.radians(degrees)[:, None]

@@ -112,8 +112,10 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
 def _bilinear(images: Floats, rows: Floats, columns: Floats, border: Border) -> Floats:
     # Interpolate images (n, channels, side, side) bilinearly at the given rows and columns (n, side, side).
     side = images.shape[-1]
-    top, left = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
-    below, beside = (rows - top)[:, None], (columns - left)[:, None]
+    top = np.floor(rows).astype(np.int64)
+    left = np.floor(columns).astype(np.int64)
+    below = (rows - top)[:, None]
+    beside = (columns - left)[:, None]
     flat = images.reshape(*images.shape[:2], side * side)
 
     def at(down: int, right: int) -> Floats:

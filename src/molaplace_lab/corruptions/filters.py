@@ -95,8 +95,10 @@ def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", trunca
     """Apply a Gaussian blur, truncated at `truncate` standard deviations; a sigma of 0 leaves the images unchanged."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     # Build the matrix that maps x to y, where y[i] = sum_k taps[k] x[i + k - r] and 2 r + 1 is the number of taps.
-    side, radius = images.shape[-1], len(taps) // 2
-    matrix, rows = np.zeros((side, side)), np.arange(side)
+    side = images.shape[-1]
+    radius = len(taps) // 2
+    matrix = np.zeros((side, side))
+    rows = np.arange(side)
     for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
         np.add.at(matrix, (rows, fold(rows + offset, side, border)), weight)
     return matrix @ images @ matrix.T
@@ -111,7 +113,8 @@ def padded(images: Floats, margin: int, border: Border) -> Floats:
 
 def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
     """Correlate images with a small square kernel, which is not flipped."""
-    side, radius = images.shape[-1], len(kernel) // 2
+    side = images.shape[-1]
+    radius = len(kernel) // 2
     around = padded(images, radius, border)
     result = np.zeros_like(images)
     for row, column in zip(*np.nonzero(kernel), strict=True):
@@ -127,7 +130,8 @@ def zooming(side: int, factor: float) -> Floats:
     """
     taken = int(np.ceil(side / factor))
     made = round(taken * factor)
-    start, cut = (side - taken) // 2, (made - side) // 2
+    start = (side - taken) // 2
+    cut = (made - side) // 2
     places = (np.arange(side) + cut) * ((taken - 1) / (made - 1))
     lower = np.minimum(np.floor(places).astype(np.int64), taken - 2)
     share = places - lower

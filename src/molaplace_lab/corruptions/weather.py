@@ -31,7 +31,9 @@ from molaplace_lab.corruptions.filters import (
 
 SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
 TAN_22 = 0.4142135623730950488016887242097
-STRAIGHT, DIAGONAL, KNIGHT = 65536, 91750, 143976
+STRAIGHT = 65536
+DIAGONAL = 91750
+KNIGHT = 143976
 """OpenCV's lengths of the moves (1, 0), (1, 1) and (2, 1), namely 1, 1.4 and 2.1969, in units of 1 / 65536."""
 FAR = 1 << 29
 MOVES = (
@@ -51,7 +53,8 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     with importing("the corruption spatter", "scipy", "lab"):
         from scipy import ndimage
     values = layers.astype(np.float64)
-    across, down = correlate(values, SOBEL, "nearest"), correlate(values, SOBEL.T, "nearest")
+    across = correlate(values, SOBEL, "nearest")
+    down = correlate(values, SOBEL.T, "nearest")
     strength = np.abs(across) + np.abs(down)
     side = layers.shape[-1]
     around = np.pad(strength, ((0, 0), (1, 1), (1, 1)))
@@ -120,7 +123,9 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
     """
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=side * side - 1))
     grid = np.zeros((streams.count, side, side))
-    step, rough, used = side, ROUGHNESS, 0
+    step = side
+    rough = ROUGHNESS
+    used = 0
 
     def jitter(count: int) -> Floats:
         nonlocal used
@@ -129,14 +134,17 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
         return rough**2 * part
 
     while step >= 2:
-        half, count = step // 2, side // step
+        half = step // 2
+        count = side // step
         corners = grid[:, ::step, ::step].copy()
-        right, below = np.roll(corners, -1, axis=2), np.roll(corners, -1, axis=1)
+        right = np.roll(corners, -1, axis=2)
+        below = np.roll(corners, -1, axis=1)
         centres = (corners + right + below + np.roll(right, -1, axis=1)) / 4 + jitter(count)
         grid[:, half::step, half::step] = centres
         grid[:, ::step, half::step] = (corners + right + centres + np.roll(centres, 1, axis=1)) / 4 + jitter(count)
         grid[:, half::step, ::step] = (corners + below + centres + np.roll(centres, 1, axis=2)) / 4 + jitter(count)
-        step, rough = half, rough / decay
+        step = half
+        rough = rough / decay
     grid -= grid.min(axis=(1, 2), keepdims=True)
     highest: Floats = grid.max(axis=(1, 2), keepdims=True)
     return grid / highest
@@ -195,7 +203,8 @@ def synthetic_frost(index: int, side: int) -> Bytes:
     generator = np.random.Generator(np.random.Philox(key=index))
     direction = generator.uniform(0, np.pi)
     thick = _field(generator, side, 2.0 / 96, direction, stretch=1.0)
-    growth, total = np.ones((side, side)), np.zeros((side, side))
+    growth = np.ones((side, side))
+    total = np.zeros((side, side))
     for octave in range(OCTAVES):
         # Each direction differs from the previous one by 60 degrees, because ice crystals have six arms.
         turned = direction + octave * np.pi / 3
@@ -222,7 +231,8 @@ def _field(generator: np.random.Generator, side: int, frequency: float, directio
 
 WATER = np.array([175, 238, 238])[:, None, None] / 255
 MUD = np.array([63, 42, 20])[:, None, None] / 255
-LOW, HIGH = 50.0, 150.0
+LOW = 50.0
+HIGH = 150.0
 """Lower and upper thresholds of the Canny edge detector."""
 REACH = 20.0
 """Maximum distance to the rim of a drop, in pixels; larger distances are clipped."""

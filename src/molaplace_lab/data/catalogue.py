@@ -79,7 +79,8 @@ class Dataset:
         return "\n".join([*lines, *([f"  {self.hint}"] if self.hint else [])])
 
 
-GREY, COLOUR = (1, 28, 28), (3, 32, 32)
+GREY = (1, 28, 28)
+COLOUR = (3, 32, 32)
 
 
 def _idx(prefix: str) -> tuple[str, str]:
@@ -88,7 +89,9 @@ def _idx(prefix: str) -> tuple[str, str]:
 
 def _mnist_like(title: str, pages: str, sums: str) -> Dataset:
     # Return the entry for a data set with MNIST's file names, given its URLs and the checksums of its training and test files.
-    name, folder, md5 = title.lower(), title.replace("-", ""), iter(sums.split())
+    name = title.lower()
+    folder = title.replace("-", "")
+    md5 = iter(sums.split())
     splits = {}
     for split, prefix, count in (("train", "train", 60_000), ("test", "t10k", 10_000)):
         downloads = tuple(
@@ -124,8 +127,10 @@ def _notmnist_split(prefix: str, size: str, count: int) -> Split:
 
 
 def _cifar(title: str, classes: int, folder: str, files: Mapping[str, tuple[str, ...]], md5: str) -> Dataset:
-    name, archive = title.lower().replace("-", ""), f"{title.lower()}-binary.tar.gz"
-    read, splits = partial(read_cifar_binary, label_bytes=1 if classes == 10 else 2), {}
+    name = title.lower().replace("-", "")
+    archive = f"{title.lower()}-binary.tar.gz"
+    read = partial(read_cifar_binary, label_bytes=1 if classes == 10 else 2)
+    splits = {}
     for split, names in files.items():
         flat = (
             ("",) if classes == 10 else ()
@@ -271,8 +276,11 @@ def load_images(
     Images are in the order in which they are stored, and labels start at 0. If files are missing, the error message lists the expected
     paths and the download URLs.
     """
-    wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
-    paths, where = wanted.find(root), f"{dataset.title} ({split})"
+    wanted = find_split(name, split)
+    dataset = DATASETS[name]
+    root = data_directory(directory)
+    paths = wanted.find(root)
+    where = f"{dataset.title} ({split})"
     if paths is None and download:
         try:
             if not wanted.downloads:
@@ -288,7 +296,8 @@ def load_images(
         remedy = "Pass download=True (--download), or provide" if wanted.downloads else "Provide"
         raise DataError(f"{where} is not in {root}. {remedy}:\n{dataset.expected(split, root)}")
     images = wanted.read(paths)
-    shape, labels = tuple(images.pixels.shape[1:]), images.labels.tolist()
+    shape = tuple(images.pixels.shape[1:])
+    labels = images.labels.tolist()
     if shape != dataset.shape or not labels or min(labels) < 0 or max(labels) >= dataset.classes:
         raise DataError(
             f"{where} in {root} contains {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "

@@ -40,7 +40,8 @@ def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
 
 def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
     """Read the CIFAR-10 test images (10000, 3, 32, 32), in their original order, with the given corruption and severity (1 to 5)."""
-    pixels, labels = open_npy(folder / f"{corruption}.npy"), open_npy(folder / "labels.npy")
+    pixels = open_npy(folder / f"{corruption}.npy")
+    labels = open_npy(folder / "labels.npy")
     count = len(labels) // len(SEVERITIES)
     if pixels.shape != (len(labels), 32, 32, 3) or labels.shape != (count * len(SEVERITIES),):
         raise DataError(

@@ -33,7 +33,8 @@ PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
 WIDTH = 256
 """Number of features per sentence."""
 
-TABLE, TOKENS = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
+TABLE = "weights/l2_supercat_256.safetensors"
+TOKENS = "tokenizers/l2_supercat_tokenizer_config.json"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bool = False) -> Images:
     """Read greyscale images (n, 1, height, width) and labels. EMNIST stores its images transposed, and its labels start at 1."""
-    pixels, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+    pixels = read_idx(paths[0], 3)
+    labels = read_idx(paths[1], 1)
     if len(pixels) != len(labels):
         raise DataError(f"{paths[0]} contains {len(pixels)} images, but {paths[1]} contains {len(labels)} labels.")
     if transposed:
@@ -120,7 +121,8 @@ def read_arrays(paths: Sequence[Path]) -> Images:
             pixels, stored_labels = _matlab(content)
         else:
             with np.load(content, allow_pickle=False) as arrays:
-                pixels, stored_labels = arrays["images"], arrays.get("labels")
+                pixels = arrays["images"]
+                stored_labels = arrays.get("labels")
     except BROKEN as error:
         raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a complete file of image arrays: {type(error).__name__}: {error}. "

@@ -46,7 +46,8 @@ OUTLIERS = {
 def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
     # Each image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first images
     # of the test set.
-    types, pixels = CORRUPTION_SETS[options.corruptions], images.pixels.clone()
+    types = CORRUPTION_SETS[options.corruptions]
+    pixels = images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
         if published is None:
@@ -63,7 +64,8 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    types, root = CORRUPTION_SETS[options.corruptions], data_directory(options.directory)
+    types = CORRUPTION_SETS[options.corruptions]
+    root = data_directory(options.directory)
     test = test_images("cifar10", options)
     published = find_cifar10_c(types, root)
     if published is None and options.download:

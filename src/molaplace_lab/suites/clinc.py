@@ -43,7 +43,8 @@ BATCH = 256
 INTENTS = 150
 HALF = 7500
 """Number of training requests for adapters, 50 of each intent."""
-OUTSIDE, OUTSIDE_VALIDATION = "out of scope", "out of scope, validation"
+OUTSIDE = "out of scope"
+OUTSIDE_VALIDATION = "out of scope, validation"
 
 
 @cache

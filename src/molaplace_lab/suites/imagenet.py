@@ -29,7 +29,8 @@ from molaplace_lab.suite import Batches, DataOptions, Source, Suite
 from molaplace_lab.suites.image_sources import load_outliers
 from molaplace_lab.training import Recipe
 
-SPLIT_SEED, CORRUPTION_SEED = 42, 0
+SPLIT_SEED = 42
+CORRUPTION_SEED = 0
 VALIDATION_SHARE = 0.2
 """Fraction of the validation images used for tuning (10,000 of 50,000), the same as in other suites (2000 of 10,000)."""
 
@@ -109,7 +110,8 @@ def _outliers(options: DataOptions) -> dict[str, Source]:
 
 
 def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
-    normalise, side = normalisation(options.normalisation or "imagenet"), _preparation(options).crop or 224
+    normalise = normalisation(options.normalisation or "imagenet")
+    side = _preparation(options).crop or 224
 
     def read(places: Sequence[int]) -> Batches:
         chosen = images.part(places)
@@ -133,7 +135,8 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
     # Return the corruptions, and whether they are read from published files, which must include all severities.
     for name in options.types:
         one_of(name, CORRUPTIONS, "types")
-    directory, wanted = data_directory(options.directory), options.types or CORRUPTIONS
+    directory = data_directory(options.directory)
+    wanted = options.types or CORRUPTIONS
     there = tuple(
         name for name in wanted if all(imagenet_c_folder(name, severity, directory) for severity in SEVERITIES)
     )
@@ -153,14 +156,17 @@ def _shifted(
     # Return the shifted sets; `kinds` contains the corruption of each image.
     sources = []
     for severity in SEVERITIES:
-        name, about = f"severity {severity}", "" if published else ", generated,"
+        name = f"severity {severity}"
+        about = "" if published else ", generated,"
         title = f"ImageNet-C{about} ({len(types)} types) at severity {severity}"
         if published:
             pairs = zip(kinds, images.paths, strict=True)
             paths = tuple(_published_file(options, kind, severity, path) for kind, path in pairs)
-            made, dealt = replace(images, paths=paths), []
+            made = replace(images, paths=paths)
+            dealt = []
         else:
-            made, dealt = images, kinds
+            made = images
+            dealt = kinds
         sources.append(_source(options, name, title, "shift", made, kinds=dealt, types=types, level=severity))
     return sources
 
@@ -181,7 +187,8 @@ def _published_file(options: DataOptions, kind: str, severity: int, path: Path) 
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    directory, prepare = data_directory(options.directory), _preparation(options)
+    directory = data_directory(options.directory)
+    prepare = _preparation(options)
     train = open_imagenet(directory, "train", prepare=prepare).evenly(options.train)
     held_out = open_imagenet(directory, "val", prepare=prepare)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -215,7 +222,8 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
     shifted = images.part(some)
     present = torch.unique(shifted.labels)
     kinds = [types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels]
-    shifts, outliers = _shifted(options, shifted, types, published, kinds), _outliers(options)
+    shifts = _shifted(options, shifted, types, published, kinds)
+    outliers = _outliers(options)
     folds: list[dict[str, Source]] = []
     for turn in range(FOLDS):
         fold: dict[str, Source] = {
@@ -231,7 +239,8 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
 
 def _ranks(labels: Tensor) -> Tensor:
     # Return the index of each image among the images in its class, counting from 0.
-    ranks, counts = torch.zeros_like(labels), dict[int, int]()
+    ranks = torch.zeros_like(labels)
+    counts = dict[int, int]()
     for index, label in enumerate(labels.tolist()):
         ranks[index] = counts.get(label, 0)
         counts[label] = int(ranks[index]) + 1

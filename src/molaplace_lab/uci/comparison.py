@@ -29,7 +29,8 @@ from molaplace_lab.swag import fit_swag
 from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, train_mlps
 from molaplace_lab.uci.data import SETS, Split, UciSet, read_uci
 
-FORMAT, VERSION = "mola-uci", 1
+FORMAT = "mola-uci"
+VERSION = 1
 
 Rows = tuple[Tensor, Tensor]
 """Pair of inputs and targets."""
@@ -48,7 +49,8 @@ STRUCTURE = "kron-exact"
 RATES = (3e-2, 3e-3)
 """Learning rates for SWAG; the first rate at which training does not diverge is used."""
 
-SWAG_BATCH, SWAG_EPOCHS = 128, 20
+SWAG_BATCH = 128
+SWAG_EPOCHS = 20
 
 METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
 """Names of the methods, in the order in which tables list them."""
@@ -91,7 +93,8 @@ def run_uci(
                 jobs.append((f"gap-{feature}", uci_set.gap(feature), GAP_METHODS))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
-            path, settings = results / "uci" / name / f"{label}.json", _settings(uci_set, methods)
+            path = results / "uci" / name / f"{label}.json"
+            settings = _settings(uci_set, methods)
             if not fresh and path.exists():
                 record = _read(path)
                 if record["settings"] == settings and record["data"] == uci_set.checksum:
@@ -155,9 +158,11 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     of the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for
     distinguishing test rows from validation rows.
     """
-    inputs, targets = split.train[0].float(), split.train[1].float()
+    inputs = split.train[0].float()
+    targets = split.train[1].float()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-    held_out, fitted = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
+    held_out = order[: len(order) // HELD_OUT]
+    fitted = order[len(order) // HELD_OUT :]
     networks = train_mlps(
         inputs.shape[1],
         (data.hidden,),

@@ -86,10 +86,13 @@ class UciSet:
     def _divide(self, test: Tensor) -> Split:
         kept = torch.ones(len(self.inputs), dtype=torch.bool)
         kept[test] = False
-        inputs, targets = self.inputs[kept], self.targets[kept]
-        mean, spread = inputs.mean(0), inputs.std(0, correction=0)
+        inputs = self.inputs[kept]
+        targets = self.targets[kept]
+        mean = inputs.mean(0)
+        spread = inputs.std(0, correction=0)
         spread = torch.where(spread > 0, spread, 1)
-        location, scale = float(targets.mean()), float(targets.std(correction=0))
+        location = float(targets.mean())
+        scale = float(targets.std(correction=0))
         return Split(
             ((inputs - mean) / spread, (targets - location) / scale),
             ((self.inputs[test] - mean) / spread, self.targets[test]),
@@ -111,7 +114,8 @@ def read_uci(folder: str | Path, name: str) -> UciSet:
             f"{place} contains no index_test_0.txt, which defines the first published split. Copy the published files to this folder."
         )
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
-    inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
+    inputs = np.ascontiguousarray(rows[:, features])
+    targets = np.ascontiguousarray(rows[:, target])
     return UciSet(name, torch.from_numpy(inputs), torch.from_numpy(targets), tests)
 
 

@@ -34,18 +34,21 @@ def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
 def as_good(records: Records, score: str) -> pd.DataFrame:
     """Return whether each method's mean on each set is within one standard error (its own or the best method's) of the best mean."""
     estimates = _estimates(records, score)
-    mean, error = estimates["mean"], estimates["sem"].fillna(0)
+    mean = estimates["mean"]
+    error = estimates["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
     return mean.sub(mean.min(axis=1), axis=0) <= error.clip(lower=best, axis=0)
 
 
 def score_table(records: Records, score: str) -> str:
     """Return a Markdown table with a row for each set and a column for each method; the best values are in bold."""
-    estimates, rows = _estimates(records, score), []
+    estimates = _estimates(records, score)
+    rows = []
     for name, means in estimates["mean"].iterrows():
         cells = []
         for method, mean in means.items():
-            digits, error = 4 if abs(mean) < 0.05 else 3 if abs(mean) < 0.3 else 2, estimates["sem"].loc[name, method]
+            digits = 4 if abs(mean) < 0.05 else 3 if abs(mean) < 0.3 else 2
+            error = estimates["sem"].loc[name, method]
             text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" \u00b1 {error:.{digits}f}")
             cells.append(f"**{text}**" if mean == means.min() else text)
         rows.append([name, str(int(estimates["count"].loc[name].max())), *cells])
@@ -60,7 +63,8 @@ def gap_table(records: Records) -> str:
     """
     rows = []
     for (name, method), scores in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
-        wider, coverage = (scores["std"] / scores["std_inside"]).mean(), 100 * scores["coverage"].mean()
+        wider = (scores["std"] / scores["std_inside"]).mean()
+        coverage = 100 * scores["coverage"].mean()
         rows.append(
             [name, str(len(scores)), method, f"{scores['nll'].median():.2f}", f"{coverage:.0f} %", f"{wider:.2f}"]
         )
