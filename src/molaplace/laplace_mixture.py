@@ -20,13 +20,13 @@ from molaplace.distributed import Team
 from molaplace.errors import OptionError
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
 from molaplace.links import PROBIT, Link, as_link
-from molaplace.network import Captured, Inputs, Rows, one_batch
+from molaplace.network import Captured, Inputs, Rows, capture, evaluating, one_batch
 from molaplace.numerics import check_generator, seed_from
 from molaplace.options import counted, whole_number
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
-from molaplace.rules.held_out import HeldOut
+from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.rules.objective import Distances, Objective
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
@@ -187,9 +187,10 @@ class LaplaceMixture(Predictor):
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def capture(self, inputs: Inputs) -> Captured:
-        """Run every network once and capture its features and outputs."""
+        """Run every network once and capture the input and output of its head."""
+        with evaluating(*self.networks), torch.no_grad():
+            return capture(self.networks, [component.head for component in self.components], inputs, self.likelihood)
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or, for regression, means (n, D) for one batch.
@@ -378,17 +379,15 @@ class LaplaceMixture(Predictor):
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def read(
-        self,
-        loader: Iterable[Any] | HeldOut,
-        where: str,
-        *,
-        labelled: bool | None,
-        progress: bool = False,
-        team: Team | None = None,
-    ) -> HeldOut:
-        """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged."""
+    def read(self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool | None, **options: Any) -> HeldOut:
+        """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged.
+
+        The arguments have the same meaning as in `read_held_out`.
+        """
+        if isinstance(loader, HeldOut):
+            return loader.checked(labelled=labelled)
+        heads = [component.head for component in self.components]
+        return read_held_out(self.networks, heads, loader, self.likelihood, where=where, labelled=labelled, **options)
 
     def tune(
         self,

@@ -76,10 +76,10 @@ class Mixture(Predictor):
             raise DataError(f"expected outputs of the same shape from every predictor, got {shapes}.")
         return members
 
-    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch. Error messages refer to the batch as `place`."""
+    def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:
+        """Predict one batch; members that draw samples use `seed`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
-            return self._predict_regression(inputs, seed, place)
+            return self._predict_regression(inputs, seed)
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(
@@ -96,7 +96,7 @@ class Mixture(Predictor):
             likelihood=self.likelihood,
         )
 
-    def _predict_regression(self, inputs: Inputs, seed: int | None, place: str) -> RegressionPrediction:
+    def _predict_regression(self, inputs: Inputs, seed: int | None) -> RegressionPrediction:
         distributions = [member for member in self.predictors if isinstance(member, Predictor)]
         if distributions and len(distributions) < len(self.predictors):
             raise OptionError(
@@ -104,7 +104,7 @@ class Mixture(Predictor):
                 "Wrap each network that returns means: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
             )
         if distributions:
-            parts = [member.predict_batch(inputs, seed, place) for member in distributions]
+            parts = [member.predict_batch(inputs, seed) for member in distributions]
             return RegressionPrediction.mixed(parts, self.weights)
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(

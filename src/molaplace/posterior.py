@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from molaplace import bounds
-from molaplace.distributed import Team
-from molaplace.errors import BoundError, located
+from molaplace.errors import BoundError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationPredictive, Members, RegressionPredictive
-from molaplace.network import Captured, Inputs, Layout, Rows, capture, evaluating, one_batch
+from molaplace.network import Captured, Inputs, Layout, Rows, one_batch
 from molaplace.outliers import (
     COMBINED,
     DISTANCE,
@@ -28,9 +27,10 @@ from molaplace.outliers import (
     outlier_score,
 )
 from molaplace.prediction import Prediction, RegressionPrediction
-from molaplace.rules.held_out import HeldOut, feature_scales, read_held_out, with_scores
+from molaplace.rules.held_out import HeldOut, feature_scales, with_scores
 from molaplace.settings import Reference
 from molaplace.structures.base import LayerCurvature
+from molaplace.uncertainty import num_draws
 
 
 class MoLA(LaplaceMixture):
@@ -55,17 +55,11 @@ class MoLA(LaplaceMixture):
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def capture(self, inputs: Inputs) -> Captured:
-        """Run every network once and capture the input and output of its head."""
-        with evaluating(*self.networks), torch.no_grad():
-            return capture(self.networks, [component.head for component in self.components], inputs, self.likelihood)
-
-    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch. Error messages refer to the batch as `place`."""
-        with located(place):
-            captured = self.capture(inputs)
-            captured.check_finite()
-            captured.check_logits(self.networks, inputs, self.likelihood)
+    def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:
+        """Predict one batch; links that draw samples use `seed`."""
+        captured = self.capture(inputs)
+        captured.check_finite()
+        captured.check_logits(self.networks, inputs, self.likelihood)
         return self.make_prediction(captured.copied(), seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
@@ -192,24 +186,6 @@ class MoLA(LaplaceMixture):
         return torch.cat([torch.stack([self._far_field(rows), weights @ by_network, distance]), by_network])
 
     # --- tune -------------------------------------------------------------------------------------------------------
-
-    def read(
-        self,
-        loader: Iterable[Any] | HeldOut,
-        where: str,
-        *,
-        labelled: bool | None,
-        progress: bool = False,
-        team: Team | None = None,
-    ) -> HeldOut:
-        """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged."""
-        if isinstance(loader, HeldOut):
-            return loader.checked(labelled=labelled)
-        team = Team.single() if team is None else team
-        heads = [component.head for component in self.components]
-        return read_held_out(
-            self.networks, heads, loader, self.likelihood, where=where, labelled=labelled, progress=progress, team=team
-        )
 
     def reference_on(self, data: HeldOut) -> Reference | None:
         """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""

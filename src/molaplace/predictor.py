@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError, OptionError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Inputs, as_batch, batch_count, one_batch, peek
+from molaplace.network import Inputs, as_batch, batch_count, peek
 from molaplace.numerics import seed_from
 from molaplace.prediction import Prediction, RegressionPrediction
 
@@ -32,16 +32,23 @@ class Predictor(nn.Module, ABC):
         """Return probabilities (n, C) or means (n, D) for one batch."""
 
     @abstractmethod
-    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch. Error messages refer to the batch as `place`."""
+    def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:
+        """Predict one batch; links that draw samples use `seed`."""
 
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
     ) -> Iterator[Any]:
         """Predict batch by batch, in bounded memory. The arguments have the same meaning as in `predict`."""
+        return self._predictions(inputs, generator, progress=progress)
+
+    def _predictions(
+        self, inputs: Any, generator: torch.Generator | None, *, progress: bool, required: bool = True
+    ) -> Iterator[Any]:
         seed = seed_from(generator)
-        for place, batch in _batches(inputs, progress=progress):
-            yield self.predict_batch(batch, seed, place).cpu()
+        for place, batch in _batches(inputs, progress=progress, required=required):
+            with located(place):
+                prediction = self.predict_batch(batch, seed).cpu()
+            yield prediction
 
     def predict(
         self,
@@ -65,15 +72,12 @@ class Predictor(nn.Module, ABC):
             A `Prediction` or, for regression, a `RegressionPrediction`, in main memory. For a single batch, costly fields are computed
             when the first of them is read.
         """
-        seed = seed_from(generator)
-        kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
         single_process = team is None or team.size == 1
+        predictions = self._predictions(inputs, generator, progress=progress, required=single_process)
         if single_process and _is_batch(inputs):
-            return self.predict_batch(one_batch(inputs), seed, "the inputs").cpu()
-        parts = [
-            self.predict_batch(batch, seed, place).cpu().computed()
-            for place, batch in _batches(inputs, progress=progress, required=single_process)
-        ]
+            return next(predictions)
+        kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
+        parts = [prediction.computed() for prediction in predictions]
         return kind.concatenate(parts) if team is None or single_process else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
@@ -94,7 +98,7 @@ class Predictor(nn.Module, ABC):
             parameter = next(self.parameters(), None)
             if parameter is not None and inputs.is_floating_point():
                 inputs = inputs.to(parameter.dtype)
-        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
+        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs)]).numpy()
 
 
 def _is_batch(inputs: Any) -> bool:
@@ -102,9 +106,9 @@ def _is_batch(inputs: Any) -> bool:
     return isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys")
 
 
-def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
+def _batches(inputs: Any, *, progress: bool = False, required: bool = True) -> Iterator[tuple[str, Inputs]]:
     if _is_batch(inputs):
-        yield "the inputs", one_batch(inputs)
+        yield "the inputs", inputs
         return
     if isinstance(inputs, np.ndarray):
         raise DataError(

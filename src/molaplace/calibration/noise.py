@@ -73,7 +73,8 @@ def _predict(predictor: Predictor, loader: Iterable[Any]) -> tuple[RegressionPre
         place = f"batch {index} of the validation loader"
         if batch.labels is None:
             raise DataError(f"{place} has no targets. Yield (inputs, targets).")
-        part = predictor.predict_batch(batch.inputs, None, place).cpu()
+        with located(place):
+            part = predictor.predict_batch(batch.inputs).cpu()
         if part.component_mean.dim() > 3:
             raise OptionError(
                 "scale_noise needs a predictor with one row of outputs for each input, but this predictor has dense outputs. Pass "

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from molaplace import metrics
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, importing
+from molaplace.errors import DataError, OptionError, importing, located
 from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
 from molaplace.evaluation.estimates import Estimate, Measurement
 from molaplace.evaluation.results import measured, separation
@@ -150,8 +150,7 @@ def evaluate(
                 predictions = read(mixture, loader, f"{data} loader", labelled=data in labelled)
             except DataError as error:
                 location = f"predictor {name!r} on the {data} loader"
-                # A `_Callable` has only one predictor, whose index says nothing.
-                error.place = location if error.place in (None, "predictors[0]") else f"{location}, {error.place}"
+                error.place = location if error.place is None else f"{location}, {error.place}"
                 raise
             inliers = predictions if inliers is None else inliers
             measurements = _metrics(predictions) if data in labelled else _separation(inliers, predictions)
@@ -175,16 +174,15 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
 class _Callable(Mixture):
     # A predictor that does not come from this library. It may return a mapping of named outputs, as exported models do.
 
-    def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
+    def predict_batch(self, inputs: Any, seed: int | None = None) -> Any:
         with evaluating(*self.children()), torch.no_grad():
             output = self.predictors[0](inputs)
         outputs = output if isinstance(output, Mapping) else {"probs": output}
         if "probs" not in outputs:
             raise DataError(
-                f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(outputs)}.",
-                place=place,
+                f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(outputs)}."
             )
-        checked = Mixture([lambda _: outputs["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
+        checked = Mixture([lambda _: outputs["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed)
         if "ood_score" not in outputs:
             return checked
         fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(outputs["ood_score"])}
@@ -211,8 +209,10 @@ def _read(
             raise DataError(
                 f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
             )
+        with located(place):
+            prediction = mixture.predict_batch(batch.inputs).cpu()
         prediction, labels, rows = flatten_positions(
-            mixture.predict_batch(batch.inputs, None, place).cpu(),
+            prediction,
             batch.labels if labelled else None,
             place,
             ignore_index=ignore_index,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from molaplace.component import Component, LastLayer
-from molaplace.distributed import Team
-from molaplace.errors import DataError, located
+from molaplace.errors import DataError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationLikelihood, Likelihood
 from molaplace.network import (
@@ -25,13 +24,12 @@ from molaplace.network import (
     Inputs,
     Rows,
     as_batch,
-    capture,
     check_loader,
     evaluating,
 )
 from molaplace.numerics import float64_device
 from molaplace.prediction import Prediction
-from molaplace.rules.held_out import HeldOut, read_held_out
+from molaplace.rules.held_out import HeldOut
 from molaplace.sums import Sums
 from molaplace.whole.jacobians import each_logit, size_of, some_of
 from molaplace.whole.structures import WholeStructure
@@ -103,11 +101,7 @@ class WholeMoLA(LaplaceMixture):
 
     def capture(self, inputs: Inputs) -> Captured:
         """Run every network once, and store the inputs together with the outputs."""
-        return self._with_jacobians(self._outputs(inputs), inputs)
-
-    def _outputs(self, inputs: Inputs) -> Captured:
-        with evaluating(*self.networks), torch.no_grad():
-            return capture(self.networks, [None] * len(self.networks), inputs, self.likelihood)
+        return self._with_jacobians(super().capture(inputs), inputs)
 
     def _with_jacobians(self, captured: Captured, inputs: Inputs) -> Captured:
         batches = [(inputs, captured.layout.inputs)]
@@ -115,14 +109,13 @@ class WholeMoLA(LaplaceMixture):
         features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
         return replace(captured, features=features)
 
-    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        """Predict one batch. Error messages refer to the batch as `place`."""
+    def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Prediction:
+        """Predict one batch; links that draw samples use `seed`."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
-        with located(place):
-            captured = self._outputs(inputs)
-            captured.check_finite()
-            captured.check_logits(self.networks, inputs, likelihood)
+        captured = super().capture(inputs)
+        captured.check_finite()
+        captured.check_logits(self.networks, inputs, likelihood)
 
         def compute(rows: Rows) -> dict[str, Tensor]:
             members = self.members(rows)
@@ -146,18 +139,10 @@ class WholeMoLA(LaplaceMixture):
         """Return None, because there are no distances."""
         return
 
-    def read(
-        self,
-        loader: Iterable[Any] | HeldOut,
-        where: str,
-        *,
-        labelled: bool | None,
-        progress: bool = False,
-        team: Team | None = None,
-    ) -> HeldOut:
+    def read(self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool | None, **options: Any) -> HeldOut:
         """Run the networks once on each batch of a loader, and keep the inputs, outputs and labels."""
         if isinstance(loader, HeldOut):
-            return loader.checked(labelled=labelled)
+            return super().read(loader, where, labelled=labelled)
         check_loader(loader, where)
         batches: list[tuple[Inputs, int]] = []
 
@@ -169,9 +154,7 @@ class WholeMoLA(LaplaceMixture):
                 batches.append((copies, size_of(copies)))
                 yield raw
 
-        heads = [None] * len(self.components)
-        options: dict[str, Any] = {"where": where, "labelled": labelled, "progress": progress, "team": team}
-        data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
+        data = super().read(remembered(), where, labelled=labelled, **options)
         count = sum(size for _, size in batches)
         if count != len(data):
             raise DataError(
