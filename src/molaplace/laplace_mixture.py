@@ -206,19 +206,25 @@ class LaplaceMixture(Predictor):
         seed = seed_from(generator)
         return self._by_rows(captured, lambda rows: {"point": self.predictive(rows, seed=seed).point()})["point"]
 
-    def _by_rows(self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _by_rows(
+        self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]], row_size: int = 0
+    ) -> dict[str, Tensor]:
         # Return the named results of `compute` for all chunks of rows, in the layout of the outputs. Results are on the networks'
-        # device and in the networks' precision, but at least float32, except those in `WIDE`.
+        # device and in the networks' precision, but at least float32, except those in `WIDE`. `compute` holds `row_size` values
+        # for each row, or as many as the link if that is more.
         outputs = captured.outputs[0]
-        chunks = [compute(rows) for rows in captured.chunks(self.link.row_size(outputs.shape[-1]))]
         dtype = torch.promote_types(outputs.dtype, torch.float32)
+        chunks = []
+        for rows in captured.chunks(max(row_size, self.link.row_size(outputs.shape[-1]))):
+            computed = compute(rows).items()
+            chunks.append(
+                {name: values if name in WIDE else values.to(dtype).to(outputs.device) for name, values in computed}
+            )
+        restore = captured.layout.restore
         results = {}
-        for name in chunks[0]:
+        for name in tuple(chunks[0]):
             axis = AXES.get(name, 0)
-            values = torch.cat([chunk[name] for chunk in chunks], dim=axis)
-            if name not in WIDE:
-                values = values.to(dtype).to(outputs.device)
-            restore = captured.layout.restore
+            values = torch.cat([chunk.pop(name) for chunk in chunks], dim=axis)
             results[name] = torch.stack([restore(part) for part in values]) if axis else restore(values)
         return results
 

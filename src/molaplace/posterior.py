@@ -88,7 +88,9 @@ class MoLA(LaplaceMixture):
         if not self.likelihood.classification:
             fields: dict[str, Any] = dict(self._by_rows(captured, self._regression_fields))
             return RegressionPrediction(fields, weights=self.weights, **shared)
-        details = cache(lambda: self._by_rows(captured, lambda rows: self._details(rows, seed)))
+        classes = captured.outputs[0].shape[-1]
+        drawn = classes * num_draws(classes)  # for the epistemic share
+        details = cache(lambda: self._by_rows(captured, lambda rows: self._details(rows, seed), drawn))
         fields = {name: lambda name=name: details()[name] for name in self._detail_names()}
         probs = self._by_rows(captured, lambda rows: {"probs": self.predictive(rows, seed=seed).point()})
         return Prediction(fields | probs, **shared)
