@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -37,15 +37,15 @@ class _Fields:
     """For each field name, the axis that indexes the inputs."""
     axis: int
     """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
+    derived: ClassVar[tuple[str, ...]]
+    """Names of the quantities that are computed from the fields."""
     likelihood: Any
     ood_score_name: str
+    """Name of the outlier score."""
     _fields: dict[str, Field]
 
     def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
         vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a {type(self).__name__} cannot be changed, but a value was assigned to {name}.")
 
     def _read(self, name: str) -> Any:
         value = self._fields[name]
@@ -141,18 +141,29 @@ class _Fields:
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all fields as NumPy arrays, keyed by name."""
-        values = {name: self._read(name) for name in self.axes} | self._derived()
+        values = {name: getattr(self, name) for name in (*self.axes, *self.derived)}
         return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
 
-    def _derived(self) -> dict[str, Tensor]:
-        """Return the quantities that are computed from the fields, keyed by name."""
-        raise NotImplementedError
+    @property
+    def ood_score(self) -> Tensor:
+        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
+        return self._read("ood_score")
 
-    def _frame(self, columns: dict[str, Tensor | None]) -> Any:
+    @property
+    def distance(self) -> Tensor | None:
+        """Distance (n,) of the features from the training data, relative to its median on the validation data.
+
+        With several networks, this is the weighted geometric mean of their distances. Before tuning, it is relative to the root mean
+        square distance of the training data. The value is None if the posterior provides no distances.
+        """
+        return self._read("distance")
+
+    def _frame(self, *names: str) -> Any:
         with importing("to_frame", "pandas", "cli"):
             import pandas
         table: dict[str, Any] = {}
-        for name, values in columns.items():
+        for name in names:
+            values = getattr(self, name)
             if values is None:
                 continue
             if values.dim() > 2 or (values.dim() == 2 and self.axis == 1):
@@ -161,19 +172,12 @@ class _Fields:
                 )
             if values.dim() == 1:
                 table[name] = values.cpu().numpy()
-            elif values.shape[1] == 1 and not name.startswith("prob"):
+            elif values.shape[1] == 1 and name != "probs":
                 table[name] = values[:, 0].cpu().numpy()
             else:
-                table |= {f"{name}_{column}": values[:, column].cpu().numpy() for column in range(values.shape[1])}
+                prefix = "prob" if name == "probs" else name
+                table |= {f"{prefix}_{column}": values[:, column].cpu().numpy() for column in range(values.shape[1])}
         return pandas.DataFrame(table)
-
-
-class Uncertainty(NamedTuple):
-    """The entropy of predictions and its two parts, which are never negative and sum to the total."""
-
-    total: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
 
 
 class Prediction(_Fields):
@@ -193,6 +197,7 @@ class Prediction(_Fields):
         "distance": 0,
         "far_field": 0,
     }
+    derived = ("label", "confidence", "entropy", "epistemic")
     likelihood: ClassificationLikelihood
 
     def __init__(
@@ -218,41 +223,20 @@ class Prediction(_Fields):
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty (n,) in nats that more data would remove: the mutual information plus the entropy added by distance."""
-        return self._uncertainty().epistemic
+        # Clamped to [0, entropy], because the fields may differ by a rounding error from the entropy of rounded probabilities.
+        total = self.entropy
+        aleatoric = self._read("aleatoric")
+        return torch.minimum(self.mutual_information, total) if aleatoric is None else (total - aleatoric).clamp_min(0)
 
     @property
     def aleatoric(self) -> Tensor:
         """Part of `entropy`, of the same shape, that is due to overlapping classes and that more data would not remove."""
-        return self._uncertainty().aleatoric
-
-    def _uncertainty(self) -> Uncertainty:
-        # Parts are clamped to [0, total], because they may differ by a rounding error from the entropy of rounded probabilities.
-        total = self.entropy
-        aleatoric = self._read("aleatoric")
-        if aleatoric is None:
-            epistemic = torch.minimum(self.mutual_information, total)
-            return Uncertainty(total, total - epistemic, epistemic)
-        aleatoric = torch.minimum(aleatoric, total)
-        return Uncertainty(total, aleatoric, total - aleatoric)
-
-    @property
-    def ood_score(self) -> Tensor:
-        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
-        return self._read("ood_score")
+        return self.entropy - self.epistemic
 
     @property
     def far_field(self) -> Tensor | None:
         """Far-field score (n,), or None if there are no features."""
         return self._read("far_field")
-
-    @property
-    def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training classes, relative to its median on the validation data.
-
-        With several networks, this is the weighted geometric mean of their distances. Before tuning, it is relative to the root mean
-        square distance of the training data. The value is None if the posterior provides no distances.
-        """
-        return self._read("distance")
 
     @property
     def logit_mean(self) -> Tensor | None:
@@ -288,21 +272,9 @@ class Prediction(_Fields):
         """Total uncertainty in nats (aleatoric plus epistemic), of shape (n,), or (n, C) for multi-label data."""
         return self.in_layout(self.distribution.entropy())
 
-    def _derived(self) -> dict[str, Tensor]:
-        uncertainty = self._uncertainty()
-        return {
-            "aleatoric": uncertainty.aleatoric,
-            "label": self.label,
-            "confidence": self.confidence,
-            "entropy": uncertainty.total,
-            "epistemic": uncertainty.epistemic,
-        }
-
     def to_frame(self) -> Any:
         """Return a pandas data frame with one row per input."""
-        values = self._derived() | {"ood_score": self.ood_score, "distance": self.distance}
-        names = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-        return self._frame({name: values[name] for name in names} | {"prob": self.probs})
+        return self._frame("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance", "probs")
 
     def __repr__(self) -> str:
         _, *sizes, outputs = self.probs.movedim(self.axis, -1).shape
@@ -328,6 +300,7 @@ class RegressionPrediction(_Fields):
         "ood_score": 0,
         "distance": 0,
     }
+    derived = ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
     likelihood: RegressionLikelihood
     weights: Tensor
 
@@ -389,16 +362,6 @@ class RegressionPrediction(_Fields):
         return self._read("component_noise")
 
     @property
-    def ood_score(self) -> Tensor:
-        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
-        return self._read("ood_score")
-
-    @property
-    def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training data, relative to its median on the validation data; None if unknown."""
-        return self._read("distance")
-
-    @property
     def distribution(self) -> RegressionPredictive:
         """Predictive distribution in float64, with the outputs along the last axis."""
         # Use float64, because squares may overflow in float32 even if the values themselves do not.
@@ -444,24 +407,6 @@ class RegressionPrediction(_Fields):
     def std(self) -> Tensor:
         """Standard deviation (n, D) of the prediction."""
         return self.in_layout(self.distribution.variance().sqrt())
-
-    def _derived(self) -> dict[str, Tensor]:
-        distribution = self.distribution
-        within = distribution.within()
-        between = distribution.between()
-        aleatoric = distribution.aleatoric()
-        epistemic = within + between
-        variance = aleatoric + epistemic
-        moments = {
-            "mean": distribution.point(),
-            "std": variance.sqrt(),
-            "variance": variance,
-            "aleatoric": aleatoric,
-            "epistemic": epistemic,
-            "within": within,
-            "between": between,
-        }
-        return {name: self.in_layout(values) for name, values in moments.items()}
 
     # The predictive distribution.
 
@@ -513,9 +458,7 @@ class RegressionPrediction(_Fields):
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with one row per input."""
-        values = self._derived() | {"ood_score": self.ood_score, "distance": self.distance}
-        names = ("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
-        return self._frame({name: values[name] for name in names})
+        return self._frame("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
 
     def __repr__(self) -> str:
         count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape

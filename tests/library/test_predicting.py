@@ -217,14 +217,12 @@ def test_fields_as_numpy(kind):
         np.testing.assert_array_equal(array, getattr(prediction, field).numpy())
 
 
-def test_copies_hold_the_same_values_which_cannot_be_changed(kind):
+def test_copies_hold_the_same_values(kind):
     posterior, fields = kind
     prediction = posterior.predict(LOADER)
     for twin in (pickle.loads(pickle.dumps(prediction)), copy.deepcopy(prediction), prediction.cpu()):
         for field in (*fields, "ood_score"):
             assert torch.equal(getattr(twin, field), getattr(prediction, field)), field
-            with pytest.raises(AttributeError, match="cannot be changed"):
-                setattr(twin, field, X)
 
 
 @pytest.mark.parametrize("name", KINDS)
