@@ -183,12 +183,6 @@ def fit(
     settings = Settings(tuple(per_component(prior_precision, count, "prior_precision")))
     names = per_component(head, count, "head")
     positions = check_positions(positions)
-    if not isinstance(distances, bool):
-        raise OptionError(f"must be True or False, got {distances!r}.", argument="distances")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise OptionError(
-            f"must be an integer that is not a class index, got {ignore_index!r}.", argument="ignore_index"
-        )
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
@@ -207,23 +201,6 @@ def fit(
                 "Use running_average=None."
             )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
-
-    def sums_of(batch: Captured) -> list[Sums]:
-        batch_sums = [Sums({}) for _ in heads]
-        for rows in batch.chunks():
-            for index, layer in enumerate(heads):
-                sums = _chunk_sums(
-                    structure,
-                    likelihood,
-                    rows.phi[index],
-                    rows.outputs[index],
-                    rows.labels,
-                    layer.inputs if distances else None,
-                )
-                # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
-                # would otherwise accumulate.
-                batch_sums[index] = sums if len(rows) == len(batch) else batch_sums[index] + sums
-        return batch_sums
 
     # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
@@ -260,7 +237,12 @@ def fit(
         ):
             if len(batch):
                 # Do not store the batch's sums in a variable: they are as large as the totals and would stay in memory after the loop.
-                done.sums = [structure.accumulate(*pair) for pair in zip(done.sums, sums_of(batch), strict=True)]
+                done.sums = [
+                    structure.accumulate(*totals_and_batch)
+                    for totals_and_batch in zip(
+                        done.sums, _batch_sums(batch, heads, structure, likelihood, distances), strict=True
+                    )
+                ]
             done.batches += 1
             done.inputs += batch.layout.inputs
             done.used_inputs += batch.used_inputs
@@ -318,28 +300,30 @@ def _find_heads(
     return heads, batches
 
 
-def _chunk_sums(
-    structure: Structure,
-    likelihood: Likelihood,
-    phi: Tensor,
-    outputs: Tensor,
-    labels: Tensor | None,
-    distance_width: int | None,
-) -> Sums:
-    # Return the sums of one network over one chunk of rows. Distances use the first `distance_width` features, if any.
-    tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
-    log_likelihood = None
-    if labels is not None:
-        labels = labels.to(outputs.device)
-        # Some likelihoods can compute the log-likelihood only after the fit, from these sums.
-        label_sums = likelihood.label_sums(outputs, labels)
-        tensors |= label_sums
-        log_likelihood = 0.0 if label_sums else float(likelihood.log_likelihood(outputs, labels).sum())
-    if distance_width is not None:
-        groups = likelihood.group(outputs, labels)
-        num_groups = likelihood.num_groups(outputs.shape[1])
-        tensors |= distance_sums(phi[:, :distance_width], groups, num_groups, predicted=labels is None)
-    return Sums(tensors, len(phi), log_likelihood)
+def _batch_sums(
+    batch: Captured, heads: Sequence[Head], structure: Structure, likelihood: Likelihood, distances: bool
+) -> list[Sums]:
+    # Return the sums of each network over the rows in use.
+    totals = [Sums({}) for _ in heads]
+    for rows in batch.chunks():
+        for index, (head, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
+            labels = None if rows.labels is None else rows.labels.to(outputs.device)
+            tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
+            log_likelihood = None
+            if labels is not None:
+                # Some likelihoods can compute the log-likelihood only after the fit, from these sums.
+                label_sums = likelihood.label_sums(outputs, labels)
+                tensors |= label_sums
+                log_likelihood = 0.0 if label_sums else float(likelihood.log_likelihood(outputs, labels).sum())
+            if distances:
+                groups = likelihood.group(outputs, labels)
+                num_groups = likelihood.num_groups(outputs.shape[1])
+                tensors |= distance_sums(phi[:, : head.inputs], groups, num_groups, predicted=labels is None)
+            sums = Sums(tensors, len(phi), log_likelihood)
+            # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries would
+            # otherwise accumulate.
+            totals[index] = sums if len(rows) == len(batch) else totals[index] + sums
+    return totals
 
 
 def sum_over_processes(sums: Sums, team: Team) -> Sums:
