@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from molaplace.cli import COMMANDS, app
-from molaplace.cli.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
+from molaplace.cli.job import Job, job_of, parse_class_names, parse_numbers, parse_size
 from molaplace.cli.options import as_document, label, read_toml, to_toml
 from molaplace.errors import OptionError
 from tests.cli.fitted_folders import run
@@ -58,7 +58,7 @@ def test_toml_is_read_back_to_the_same_values():
 
 
 @pytest.mark.usefixtures("_in_workspace")
-@pytest.mark.parametrize("price", [0.02, "loss", None])
+@pytest.mark.parametrize("price", [0.02, None])
 def test_a_job_comes_back_from_its_file(workspace, price):
     statistics = {"mean": (0.5, 0.4, 0.3), "std": (1.0, 2.0, 3.0), "resize": (6, 6)}
     job = job_for(
@@ -116,9 +116,8 @@ def test_values_as_users_write_them():
     many = [f"a class of number {index}" for index in range(1000)]  # longer than a file's name can be
     assert parse_class_names(",".join(many)) == tuple(many)
     assert (parse_size("32X16"), parse_size("7"), parse_numbers("1,.5")) == ((32, 16), 7, (1.0, 0.5))
-    assert (parse_price("loss"), parse_price("0.02"), parse_price(1)) == ("loss", 0.02, 1.0)
     digit = "\u00b2"  # a digit to Python, a number to nobody
-    wrong = {parse_class_names: ("cat,cat", "one"), parse_price: ("cheap", "", "2 %"), parse_numbers: ("a,b", "")}
+    wrong = {parse_class_names: ("cat,cat", "one"), parse_numbers: ("a,b", "")}
     for parse, texts in (wrong | {parse_size: ("6x6x6", "0", "-3", "\u0663")}).items():
         for text in (*texts, digit):
             with pytest.raises(ValueError, match=r"."):

@@ -369,7 +369,6 @@ def test_what_does_not_apply_to_regression_is_refused():
     for words, use in (
         ("rule 'threshold' does not apply", lambda: posterior.tune(held, rule="threshold")),
         ("does not apply", lambda: posterior.tune(held, rule=mola.rules.Outliers(held))),
-        ("nats", lambda: posterior.tune(held, rule=mola.rules.Distance(price="loss"))),
         ("'mc' does not apply", lambda: fit(nets, [(x, y)], link="mc")),
         ("no class probabilities", lambda: posterior.predict_proba(np.zeros((1, 3)))),
         ("noise is unknown", lambda: fit(nets, [x])),

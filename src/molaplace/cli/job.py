@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from molaplace.cli.options import option, read_options
 from molaplace.errors import OptionError
@@ -43,14 +43,6 @@ def parse_numbers(value: Any) -> tuple[float, ...]:
         return tuple(float(number) for number in _joined(value, ",").split(","))
     except ValueError as error:
         raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
-
-
-def parse_price(value: Any) -> float | Literal["loss"]:
-    """Return a number, or the word "loss"."""
-    try:
-        return "loss" if value == "loss" else float(str(value))
-    except ValueError as error:
-        raise ValueError("a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or 'loss'") from error
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
@@ -159,13 +151,10 @@ class Job:
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
-    price: float | Literal["loss"] | None = option(
+    price: float | None = option(
         None,
-        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; "
-        "'loss' limits the log loss to that of --rule threshold",
+        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %",
         panel=METHOD,
-        metavar="X",
-        parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
     distances: bool = option(True, "Compute class distances; --no-distances saves memory", panel=METHOD)

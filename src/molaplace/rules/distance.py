@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
@@ -55,21 +55,19 @@ class Distance(Rule):
 
     Args:
         price: limit on what dividing the logits by the distance may cost on the validation data. By default, the mean confidence may
-            fall to the paper's threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With
-            a number such as 0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats
-            of log loss per output; the default is 0.01.
+            fall to the paper's threshold. With a number such as 0.02, the log loss may rise by at most that fraction, here 2 %. For
+            regression, the price is given in nats of log loss per output; the default is 0.01.
         rule: rule (a name or an object) that first chooses the prior precision and the temperature.
     """
 
-    price: float | Literal["loss"] | None = None
+    price: float | None = None
     rule: Rule | str = "nll"
 
     def __post_init__(self) -> None:
-        named = self.price is None or self.price == "loss"
-        if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
+        if self.price is not None and not (is_real(self.price) and 0 < self.price <= 1):
             raise OptionError(
-                f"must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
-                f"log loss may rise by up to 2 %.",
+                f"must be a number between 0 and 1, or None, got {self.price!r}. With a price of 0.02, the validation log loss may "
+                f"rise by up to 2 %.",
                 argument="price",
             )
         if isinstance(self.rule, str):
@@ -107,13 +105,7 @@ class Distance(Rule):
             chosen, tried = _largest_exponent(evaluate, meets, EXPONENTS, FINEST)
             summary = _summary(tried, chosen, limit)
         else:
-            if isinstance(self.price, str):
-                raise OptionError(
-                    f"{self.price!r} is for classification only. For regression, give the price in nats of log loss per "
-                    f"output, for example 0.01.",
-                    argument="price",
-                )
-            price = REGRESSION_PRICE if self.price is None else float(self.price)
+            price = REGRESSION_PRICE if self.price is None else self.price
             largest = plain["nll"] + price * likelihood.num_uncertain(objective.data.outputs[0].shape[1])
             limit = f"log loss per output at most {price:.4g} nats higher"
             notes = ()
@@ -134,17 +126,13 @@ class Distance(Rule):
         self, objective: Objective, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
         # Return the condition under which an exponent is accepted, a description of that condition, and any notes.
-        if is_real(self.price):
-            price = float(self.price or 0)
-            largest = plain["nll"] * (1 + price)
-            return lambda scores: scores["nll"] <= largest, f"at most {100 * price:.4g} % more log loss", ()
-        target, _, notes = Threshold().target(objective.data)
-        if self.price is None:
+        price = self.price
+        if price is None:
+            target, _, notes = Threshold().target(objective.data)
             limit = f"mean confidence at the paper's threshold, {target:.2%}"
             return lambda scores: scores["confidence"] >= target, limit, notes
-        loss = float(objective.mean_scores(Threshold()(objective).settings)["nll"][0])
-        limit = f"log loss at most that of the paper's rule, and mean confidence at least {target:.2%}"
-        return lambda scores: scores["confidence"] >= target and scores["nll"] <= loss, limit, notes
+        largest = plain["nll"] * (1 + price)
+        return lambda scores: scores["nll"] <= largest, f"at most {100 * price:.4g} % more log loss", ()
 
 
 def _largest_exponent(
