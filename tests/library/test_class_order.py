@@ -8,7 +8,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning
-from molaplace.rules.class_order import CHANCE, check_class_order, check_label_order
+from molaplace.rules.class_order import CHANCE, check_class_order
 from tests.library.problems import train
 
 CLASSES = 3
@@ -83,19 +83,6 @@ def test_predictions_that_have_nothing_to_do_with_the_labels_are_no_other_order(
     assert refused <= 1 + 2 * CHANCE * rounds
     with pytest.raises(DataError, match="0 -> 1, 1 -> 0"):
         check_class_order(torch.tensor([0, 1] * 20), [torch.tensor([1, 0] * 20)], "loader")
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_columns_of_labels_in_another_order(missing):
-    torch.manual_seed(0)
-    probs = torch.rand(200, 4)
-    labels = torch.bernoulli(probs)
-    if missing:
-        labels[torch.rand(200, 4) < 0.3] = torch.nan
-    check_label_order(labels, probs, "loader")
-    check_label_order(torch.bernoulli(torch.full((200, 4), 0.5)), probs, "loader")  # of nothing: no order
-    with pytest.raises(DataError, match=r"\[2, 0, 3, 1\]"):
-        check_label_order(labels[:, [2, 0, 3, 1]], probs, "loader")
 
 
 def test_labels_that_occur_once_show_no_order():

@@ -14,13 +14,10 @@ from torch import Tensor
 from molaplace.errors import DataError
 
 CLEAR = 0.25
-"""Labels are rejected if a different order raises the accuracy or correlation by more than this."""
+"""Labels are rejected if a different order raises the accuracy by more than this."""
 
 CHANCE = 1e-4
 """Largest accepted probability of finding a different order by chance when predictions and labels are unrelated."""
-
-ENOUGH_DATA = 50
-"""Smallest number of examples for which the columns of labels and predictions are compared."""
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
@@ -71,33 +68,3 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
 def _divergence(share: float, chance: float) -> float:
     rest = 0.0 if share == 1 else (1 - share) * math.log((1 - share) / (1 - chance))
     return share * math.log(share / chance) + rest
-
-
-def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
-    """Raise `DataError` if reordering the columns of multi-label data makes them correlate far better with the outputs.
-
-    Args:
-        labels: labels (n, C), each of which is 0, 1, or NaN if missing.
-        probs: predicted probabilities (n, C) that each label is 1.
-        where: name of the loader, for messages.
-    """
-    known = ~labels.isnan()
-    if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
-        return
-    mask = known.double()
-    count = mask.sum(0)[:, None]
-    filled = labels.nan_to_num()
-    # Correlate each column of labels with each column of probabilities, over the data for which the label is known.
-    label_mean = filled.sum(0)[:, None] / count
-    prob_mean = (mask.T @ probs) / count
-    joint = (filled.T @ probs) / count - label_mean * prob_mean
-    variance = ((mask.T @ probs.square()) / count - prob_mean.square()).clamp_min(0) * label_mean * (1 - label_mean)
-    correlation = torch.where(variance > 0, joint / variance.clamp_min(1e-300).sqrt(), 0)
-    best = correlation.max(1)
-    order = best.indices.tolist()
-    if float((best.values - correlation.diagonal()).mean()) > CLEAR and len(set(order)) == labels.shape[1]:
-        raise DataError(
-            f"the labels seem to be in a different order from the networks' outputs. The columns match the outputs "
-            f"{order[:20]}{'...' if len(order) > 20 else ''}. Reorder the columns to match the outputs.",
-            place=f"the {where}",
-        )

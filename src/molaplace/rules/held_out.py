@@ -16,7 +16,7 @@ from molaplace.errors import DataError, warn, warned
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
 from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, rows_at_once, stream
 from molaplace.numerics import to_float64
-from molaplace.rules.class_order import check_class_order, check_label_order
+from molaplace.rules.class_order import check_class_order
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
 
@@ -93,9 +93,6 @@ class HeldOut:
             raise DataError("every label is missing. At least one label is needed.", place=f"the {self.where}")
         if self.likelihood.mutually_exclusive:
             check_class_order(targets, predicted, self.where)
-        else:
-            probs = torch.stack([self.likelihood.probabilities(outputs) for outputs in self.outputs]).mean(0)
-            check_label_order(self.team.gather(self.labels), self.team.gather(probs), self.where)
         known = targets >= 0
         accuracies = [float(((classes == targets) & known).sum() / known.sum()) for classes in predicted]
         chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
