@@ -43,15 +43,10 @@ NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Features, outputs and labels of held-out data, on the CPU."""
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Rows):
+    """Features, outputs and labels of held-out data, on the CPU, with the features in the network's precision."""
 
-    phi: Sequence[Tensor]
-    """Features (n, P) of each network, including the constant 1 if the head has a bias, in the network's precision."""
-    outputs: Sequence[Tensor]
-    """Outputs (n, C) of each network, in float64."""
-    labels: Tensor | None
     likelihood: Likelihood
     independent: float
     """Ratio of the number of independent data points to the number of rows. The ratio is below 1 for dense outputs, because the
@@ -59,9 +54,6 @@ class HeldOut:
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
     """Processes among which the data are divided. Results are computed from the data of all processes."""
-
-    def __len__(self) -> int:
-        return len(self.outputs[0])
 
     def chunks(self, row_size: int = 512) -> Iterator[Rows]:
         """Yield the rows in float64, in chunks of bounded size; `row_size` has the same meaning as for `Captured`."""
@@ -268,8 +260,8 @@ def read_held_out(
         joined[:count],
         joined[count : 2 * count],
         joined[2 * count] if len(joined) > 2 * count else None,
-        likelihood,
-        float(counts[0] / counts[1]),
-        where,
-        team,
+        likelihood=likelihood,
+        independent=float(counts[0] / counts[1]),
+        where=where,
+        team=team,
     )
