@@ -285,30 +285,14 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     estimate is too small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical
     results.
 
+    The other arguments and the attributes have the same meaning as for `MolaClassifier`.
+
     Args:
-        hidden: widths of the hidden layers.
-        members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
-        epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; by default, a sixteenth of the rows, but at least 32 and at most 1024.
-        learning_rate: initial learning rate.
-        weight_decay: decoupled weight decay, as in AdamW.
-        structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an
-            object from `mola.structures`.
+        structure: structure of the curvature; the default, "kron-exact", is exact for constant noise.
         rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", which also makes the
             standard deviation grow with the distance from the training data; "evidence"; an object from `mola.rules`; or None to
             keep `prior_precision`.
-        prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; estimated if None.
-        validation_fraction: fraction of the rows to set aside for the rule. If `rule` is "evidence" or None, no rows are set aside.
-        random_state: seed for the split and the networks, as usual in scikit-learn.
-
-    Attributes:
-        posterior_: the fitted `mola.MoLA`, whose inputs are standardised features; its predictions are in the targets' units.
-        tuning_: record of how the prior precision and noise were chosen, with notes; None if nothing was tuned.
-        mean_: mean of each feature.
-        scale_: standard deviation of each feature; 1 for a constant feature.
-        n_features_in_: number of features.
-        feature_names_in_: names of the features, if X has column names.
     """
 
     def __init__(
