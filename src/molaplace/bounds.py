@@ -91,30 +91,22 @@ def component_bounds(
     return class_bounds(largest) if exclusive else torch.sigmoid(largest)
 
 
-def mixture_bound(
+def confidence_bounds(
     members: Members,
     spreads: Sequence[Spread | None],
     trained_weights: Sequence[Tensor],
     link: Link,
     settings: Settings,
-) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the mixture's confidence; for multi-label data, (n, C)."""
-    likelihood: Any = members.likelihoods[0]
-    total = mixed(members.weights, list(component_bounds(members, spreads, trained_weights, settings)))
-    return _of_predicted(total, mixed(members.weights, likelihood.member_probabilities(members, link)), likelihood)
+) -> tuple[Tensor, Tensor]:
+    """Return the Theorem's upper bound (n,) on the mixture's confidence, and the Lemma's bounds (K, n) on the components' confidence.
 
-
-def lemma_bound(
-    members: Members,
-    spreads: Sequence[Spread | None],
-    trained_weights: Sequence[Tensor],
-    link: Link,
-    settings: Settings,
-) -> Tensor:
-    """Return the Lemma's upper bound (K, n) on each component's confidence; for multi-label data, (K, n, C)."""
+    For multi-label data, the shapes are (n, C) and (K, n, C). The arguments are those of `component_bounds`, and the mixture's link.
+    """
     likelihood: Any = members.likelihoods[0]
     bounds = component_bounds(members, spreads, trained_weights, settings)
-    return _of_predicted(bounds, torch.stack(likelihood.member_probabilities(members, link)), likelihood)
+    probs = likelihood.member_probabilities(members, link)
+    mixture = _of_predicted(mixed(members.weights, list(bounds)), mixed(members.weights, probs), likelihood)
+    return mixture, _of_predicted(bounds, torch.stack(probs), likelihood)
 
 
 def _of_predicted(bounds: Tensor, probs: Tensor, likelihood: Likelihood) -> Tensor:

@@ -216,16 +216,20 @@ class MoLA(LaplaceMixture):
             Bounds of shape (n,), or (K, n) if `lemma` is True; for multi-label data, (n, C) or (K, n, C).
         """
         self._require_bounds()
-        name = "component_bound" if lemma else "bound"
-        bound = bounds.lemma_bound if lemma else bounds.mixture_bound
 
         def compute(rows: Rows) -> dict[str, Tensor]:
-            spreads = self.spreads(rows, self.settings)
-            return {name: bound(self.members(rows), spreads, self._trained_weights(rows), self.link, self.settings)}
+            mixture, components = bounds.confidence_bounds(
+                self.members(rows),
+                self.spreads(rows, self.settings),
+                self._trained_weights(rows),
+                self.link,
+                self.settings,
+            )
+            return {"bound": mixture, "component_bound": components}
 
         captured = self.capture(one_batch(inputs))
         captured.check_finite()  # otherwise the bound would be finite even though there is no prediction
-        return self._by_rows(captured, compute)[name]
+        return self._by_rows(captured, compute)["component_bound" if lemma else "bound"]
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
