@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molaplace.errors import OptionError
 from molaplace.likelihoods.base import ClassificationLikelihood
 
 COMBINED = "far-field + energy + distance"
@@ -24,17 +23,6 @@ VARIANCE = "variance"
 def max_logit_score(logits: Tensor) -> Tensor:
     """Return the negative of the largest logit along the last axis (Hendrycks et al., 2022)."""
     return -logits.amax(-1)
-
-
-def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits along the last axis (Liu et al., 2020).
-
-    Unlike the probabilities, the energy changes if a constant is added to all logits, so its level differs between the members of an
-    ensemble.
-    """
-    if not 0 < temperature < float("inf"):
-        raise OptionError(f"must be positive and finite, got {temperature!r}.", argument="temperature")
-    return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 
 def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:

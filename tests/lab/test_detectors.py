@@ -8,8 +8,9 @@ import torch
 from sklearn.covariance import EmpiricalCovariance
 from sklearn.neighbors import NearestNeighbors
 
-from molaplace.errors import DataError, OptionError
-from molaplace.outliers import energy_score, max_logit_score
+from molaplace.errors import DataError
+from molaplace.likelihoods import CATEGORICAL
+from molaplace.outliers import max_logit_score
 from molaplace_lab.detectors import gen_score, mahalanobis, nearest_neighbours, standardised, virtual_logit
 
 
@@ -160,13 +161,7 @@ def test_generalised_entropy_by_its_definition():
 def test_energy_and_largest_logit_by_their_definitions():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 20, 5, generator=generator)
-    for temperature in (0.5, 1.0, 4.0):
-        expected = [
-            [-temperature * math.log(sum(math.exp(value / temperature) for value in row)) for row in member]
-            for member in logits.tolist()
-        ]
-        torch.testing.assert_close(energy_score(logits, temperature), torch.tensor(expected))
+    expected = [[-math.log(sum(math.exp(value) for value in row)) for row in member] for member in logits.tolist()]
+    torch.testing.assert_close(CATEGORICAL.energy(logits), torch.tensor(expected))
     torch.testing.assert_close(max_logit_score(logits), -logits.amax(-1))
-    assert energy_score(torch.tensor([[1e4, 0.0]])) == -1e4
-    with pytest.raises(OptionError, match="temperature must be positive"):
-        energy_score(logits, 0.0)
+    assert CATEGORICAL.energy(torch.tensor([[1e4, 0.0]])) == -1e4
