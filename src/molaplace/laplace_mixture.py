@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
-from molaplace.errors import OptionError
+from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
 from molaplace.links import PROBIT, Link, as_link
 from molaplace.network import Captured, Inputs, Rows, capture, evaluating, one_batch
@@ -391,7 +391,9 @@ class LaplaceMixture(Predictor):
         The arguments have the same meaning as in `read_held_out`.
         """
         if isinstance(loader, HeldOut):
-            return loader.checked(labelled=labelled)
+            if labelled and loader.labels is None:
+                raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {loader.where}")
+            return loader
         heads = [component.head for component in self.components]
         return read_held_out(self.networks, heads, loader, self.likelihood, where=where, labelled=labelled, **options)
 

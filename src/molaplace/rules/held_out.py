@@ -63,12 +63,6 @@ class HeldOut(Rows):
             labels = None if self.labels is None else self.labels[part]
             yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs], labels)
 
-    def checked(self, *, labelled: bool | None) -> HeldOut:
-        """Return these data; raise `DataError` if labels are required but missing."""
-        if labelled and self.labels is None:
-            raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {self.where}")
-        return self
-
     def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
         """Return the results (n, ...) of a function of rows for the data of all processes."""
         return self.team.gather(torch.cat([compute(rows) for rows in self.chunks()]))

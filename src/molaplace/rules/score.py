@@ -13,7 +13,7 @@ from molaplace.likelihoods import Likelihood
 from molaplace.options import one_of
 from molaplace.rules.objective import Objective
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.scores import paired, share_error
+from molaplace.rules.scores import paired
 from molaplace.rules.search import SAME, PrecisionSearch, Scored
 
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
@@ -85,7 +85,10 @@ class Score(Rule):
         scores = objective.scores(settings)
         correct = scores["correct"][0]
         confidence = scores["confidence"][0]
-        gap, error = paired(correct, confidence, objective.data, least=share_error(objective.data))
+        gap, error = paired(correct, confidence, objective.data)
+        inputs = int(objective.data.score_groups().max()) + 1
+        # The error is at least 1 / (count + 2), because it is 0 if all data agree.
+        error = max(error, 1 / (objective.data.independent * inputs + 2))
         if gap <= DOUBTLESS * error:
             return None
         before = best[score]

@@ -34,11 +34,8 @@ def without_labels(likelihood: Likelihood) -> ScoreFunction:
     return score
 
 
-def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
-    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs.
-
-    The standard error returned is never below `least`.
-    """
+def paired(first: Tensor, second: Tensor, data: HeldOut) -> tuple[float, float]:
+    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs."""
     gap = first - second
     group = data.score_groups()
     mean = gap.mean()
@@ -46,10 +43,4 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     total = gap.new_zeros(int(group.max()) + 1).index_add_(0, group, gap - mean)
     if len(total) == 1:
         return float(mean), math.inf  # a standard error needs more than one input
-    error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
-    return float(mean), max(error, least)
-
-
-def share_error(data: HeldOut) -> float:
-    """Return a lower bound on the standard error of a proportion; it is positive even if all data agree."""
-    return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)
+    return float(mean), float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
