@@ -218,7 +218,6 @@ class TestTheRule:
         calibrated = posterior.tune(blob_loader(1), rule="calibrated", progress=False)
         both = posterior.tune(blob_loader(1), rule=Distance(price=0.02, rule=Calibrated()), progress=False)
         assert (both.pooling, both.temperature) == (calibrated.pooling, calibrated.temperature)
-        assert both.tune(blob_loader(1), rule="threshold", progress=False).distance_exponent == 0
 
     def test_unlabelled_training_data(self, networks):
         inputs, _ = blobs()

@@ -16,30 +16,6 @@ NETWORK = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 X = torch.randn(8, 3)
 LOADER = [(X, torch.arange(8) % 2)]
 
-WRONG_ARGUMENTS = {
-    "networks": lambda: mola.fit([], LOADER),
-    "structure": lambda: mola.fit(NETWORK, LOADER, structure="kfac"),
-    "link": lambda: mola.fit(NETWORK, LOADER, link="bridge", likelihood="bernoulli"),
-    "likelihood": lambda: mola.fit(NETWORK, LOADER, likelihood="poisson"),
-    "rule": lambda: mola.fit(NETWORK, LOADER, [LOADER[0]], rule="crps"),
-    "prior_precision": lambda: mola.fit(NETWORK, LOADER, prior_precision=-1),
-    "weights": lambda: mola.fit(NETWORK, LOADER, weights=[0.5]),
-    "positions": lambda: mola.fit(NETWORK, LOADER, positions=0),
-    "temperature": lambda: mola.fit(NETWORK, LOADER).with_temperature(0),
-    "head": lambda: mola.fit(NETWORK, LOADER, head="1"),
-    "false_alarm_rate": lambda: mola.alarm_threshold(X[:, 0], 5),
-    "method": lambda: mola.prediction_sets(torch.eye(2), [0, 1], method="top"),
-}
-
-
-@pytest.mark.parametrize("argument", WRONG_ARGUMENTS)
-def test_an_error_carries_the_argument_that_it_is_about(argument):
-    with pytest.raises(mola.errors.MolaError) as caught:
-        WRONG_ARGUMENTS[argument]()
-    error = caught.value
-    assert error.argument == argument
-    assert str(error).endswith(f"{argument} {error.message}")
-
 
 def test_places_are_composed_from_the_outside_in():
     with pytest.raises(DataError) as caught, located("batch 3 of the training loader"), located("networks[1]"):
@@ -57,7 +33,6 @@ def test_places_are_composed_from_the_outside_in():
 
 
 SIMILAR_NAMES = {
-    "kron": lambda: mola.fit(NETWORK, LOADER, structure="Kron"),
     "probit-centred": lambda: mola.fit(NETWORK, LOADER, link="probit-centered"),
     "bernoulli": lambda: mola.fit(NETWORK, LOADER, likelihood="bernouli"),
     "nll": lambda: mola.fit(NETWORK, LOADER).tune(LOADER, rule="nnl"),

@@ -11,7 +11,7 @@ from molaplace import metrics
 from molaplace.errors import MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
-from molaplace.rules import RULES, Distance, Evidence, Outliers, Score, Threshold
+from molaplace.rules import RULES, Evidence, Outliers, Score, Threshold
 from molaplace.rules.search import grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
@@ -284,7 +284,6 @@ class TestWrongUse:
             (lambda: Threshold(margin=95), "margin"),
             (lambda: Threshold(brier=-1), "brier"),
             (lambda: Outliers([], weight=-1), "weight"),
-            (lambda: Distance(price=2), "price"),
         ],
     )
     def test_options(self, make, word):
