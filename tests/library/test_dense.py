@@ -298,7 +298,7 @@ def test_resized_logits_are_those_of_resized_features(tmp_path):
 
 def test_wrong_use_is_named():
     network, x, y, _ = made("image")
-    for options in ({"positions": 0}, {"positions": "some"}, {"ignore_index": 1.5}):
+    for options in ({"positions": 0}, {"positions": "some"}):
         with pytest.raises(OptionError, match=next(iter(options))):
             fit(network, [(x, y)], **options)
     coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
