@@ -49,15 +49,14 @@ def import_function(name: str) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
         except Exception as error:  # the user's code may raise any exception
             raise OptionError(f"cannot import {name!r} ({type(error).__name__}: {error}).") from error
-        function = getattr(module, attribute, None)
-        is_local = _is_in(sys.modules[module_name.partition(".")[0]], folder)
+    function = getattr(module, attribute, None)
     if not callable(function):
         raise OptionError(
             f"module {module_name!r} has no function {attribute!r}.{did_you_mean(attribute, dir(module))}"
         )
     # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
     # do not hide installed packages.
-    if is_local and folder not in sys.path:
+    if folder not in sys.path:
         sys.path.append(folder)
     return function
 
@@ -82,17 +81,9 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
 def _current_folder_first() -> Iterator[str]:
     # Search for modules in the current folder first, as Python does for a script in this folder.
     folder = str(Path.cwd())
-    known = folder in sys.path
-    if not known:
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
     try:
         yield folder
     finally:
-        if not known:
-            with suppress(ValueError):  # the user's code may already have removed the folder
-                sys.path.remove(folder)
-
-
-def _is_in(module: Any, folder: str) -> bool:
-    files = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
-    return any(Path(file).parent == Path(folder) for file in files)
+        with suppress(ValueError):  # the user's code may already have removed the folder
+            sys.path.remove(folder)

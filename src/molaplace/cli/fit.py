@@ -120,7 +120,7 @@ def run_fit(
         )
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
-    count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
+    count = len(job.classes) if isinstance(job.classes, tuple) else job.classes
     built = build_networks(job.network, job.weights, classes=count)
     for network in built.networks:
         move(network, job.device)
@@ -131,7 +131,7 @@ def run_fit(
     held_out = None
     if data.val is not None:
         val = data.loader(data.val, "reading the validation data", 0.05, 0.15)
-        held_out = _read_validation(built.networks, job, data, val)
+        held_out = _read_validation(built.networks, data, val)
     posterior = mola.fit(
         built.networks,
         data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
@@ -169,10 +169,10 @@ def _positions(job: Job) -> str | int:
     return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
 
 
-def _read_validation(networks: Sequence[nn.Module], job: Job, data: FitData, val: Loader) -> HeldOut:
-    heads = [replace(head, ignore_index=job.ignore_index) for head in data.heads]
-    where = "validation data"
-    held_out = read_held_out(networks, heads, val, job.meaning(), where=where, labelled=True, team=data.team)
+def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader) -> HeldOut:
+    held_out = read_held_out(
+        networks, data.heads, val, data.job.meaning(), where="validation data", labelled=True, team=data.team
+    )
     try:
         held_out.check_labels()
     except DataError as error:
@@ -330,7 +330,8 @@ class FitData:
 
     def _find_heads(self, networks: Sequence[nn.Module], *, images: bool) -> list[Head]:
         try:
-            return find_heads(networks, [self.job.head] * len(networks), self.first, self.job.meaning())
+            heads = find_heads(networks, [self.job.head] * len(networks), self.first, self.job.meaning())
+            return [replace(head, ignore_index=self.job.ignore_index) for head in heads]
         except DataError as error:
             if not images or self.preprocessing.shape is None:
                 raise

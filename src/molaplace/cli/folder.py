@@ -25,6 +25,7 @@ from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks
 from molaplace.cli.options import contents
 from molaplace.errors import OptionError, StorageError
+from molaplace.likelihoods import Gaussian
 from molaplace.options import listed
 from molaplace.posterior import MoLA
 from molaplace.saving import files
@@ -72,22 +73,26 @@ class PosteriorFolder:
         """Number of network outputs."""
         return int(self.document["result"]["outputs"])
 
-    def open_dataset(
-        self,
-        name: str,
-        *,
-        labelled: bool,
-        by_user: bool = False,
-        absent: str | None = None,
-    ) -> Dataset:
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the classes, labels or targets, or their indices if they have no names."""
+        count = self.outputs
+        likelihood = self.posterior.likelihood
+        if isinstance(likelihood, Gaussian):
+            count = likelihood.num_uncertain(count)  # variances are not targets
+        return tuple((self.classes or tuple(map(str, range(count))))[:count])
+
+    def open_dataset(self, name: str, *, labelled: bool, by_user: bool = False) -> Dataset:
         """Open data by name and prepare them in the same way as the training data.
 
         Unless `by_user` is true, the name comes from the folder, and a function needs the user's consent.
         """
-        path = Path(name)
-        if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
-            raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
         if not by_user:
+            path = Path(name)
+            if os.sep in name and not path.exists() and ":" not in path.name:
+                raise OptionError(
+                    f"{self.folder} refers to the data {name}, which do not exist. Evaluate with --val DATA to name them again."
+                )
             require_trust([name], self.folder, "--val", trust=self.trust)
         return open_dataset(
             name, self.preprocessing, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job

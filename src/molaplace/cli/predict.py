@@ -23,7 +23,7 @@ from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
 from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
-from molaplace.cli.prediction_table import PredictionTable, output_names
+from molaplace.cli.prediction_table import PredictionTable
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import finish
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
@@ -88,7 +88,7 @@ def run_predict(
     team = team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
-    columns = PredictionTable(output_names(fitted), posterior.likelihood, decisions, everything)
+    columns = PredictionTable(fitted.output_names, posterior.likelihood, decisions, everything)
     source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
     skipped = SkippedInputs()
     sums: Counter[str] = Counter()

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molaplace.cli.decisions import Decisions
-from molaplace.cli.folder import PosteriorFolder
-from molaplace.likelihoods import Gaussian, Likelihood
+from molaplace.likelihoods import Likelihood
 
 INTERVAL = 0.9
 """Coverage of regression intervals if --coverage is not given."""
@@ -139,12 +138,3 @@ def _field(column: str) -> str:
     # Return the field to which a column belongs, such as "prob" for "prob_3".
     field, _, index = column.rpartition("_")
     return field if index.isdecimal() else column
-
-
-def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets, or their indices if they have no names."""
-    count = fitted.outputs
-    likelihood = fitted.posterior.likelihood
-    if isinstance(likelihood, Gaussian):
-        count = likelihood.num_uncertain(count)  # variances are not targets
-    return tuple((fitted.classes or tuple(map(str, range(count))))[:count])

@@ -20,7 +20,6 @@ from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Progress
-from molaplace.cli.prediction_table import output_names
 from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
 from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
 from molaplace.errors import MolaError, OptionError
@@ -139,7 +138,7 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
     return Subject(
         title=f"{folder}: {counted(len(posterior.networks), 'network')}, {', '.join(fitted.job.network)}",
         posterior=posterior,
-        classes=output_names(fitted),
+        classes=fitted.output_names,
         sight=sight,
         examples=(*examples, *ood_examples(sight)),
         reference=reference,
