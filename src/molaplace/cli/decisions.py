@@ -27,7 +27,7 @@ from molaplace.decisions.alarm import alarm_threshold
 from molaplace.decisions.calibration import Calibration
 from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
 from molaplace.decisions.sets import PredictionSets, prediction_sets
-from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.errors import DataError, OptionError
 from molaplace.images import even_indices
 from molaplace.prediction import RegressionPrediction
 from molaplace.saving import files
@@ -78,12 +78,7 @@ def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_columns(folder: Path) -> dict[str, Tensor]:
     """Return the values that a folder stores for its validation data."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
-    columns = {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
-    if SCORE not in columns:
-        raise StorageError(
-            f"{folder} does not contain scores for validation data. Fit again with `molaplace fit --val`."
-        )
-    return columns
+    return {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
 
 
 def default_alarm(scores: Tensor) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.text import Text
 from torch import Tensor
 
 from molaplace import __version__
@@ -31,7 +30,6 @@ from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import RUN, Progress
 from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
-from molaplace.cli.prediction_table import output_names
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder, finish
 from molaplace.distributed import Team, join
@@ -41,7 +39,7 @@ from molaplace.evaluation.comparison import AnswerResult, DecisionResult
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
 from molaplace.posterior import MoLA
 from molaplace.report.comparison_tables import evaluation_tables
-from molaplace.report.tables import Table, print_table
+from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
 from molaplace.rules.class_order import check_class_order
 
@@ -50,9 +48,6 @@ ERROR_RATES = (0.01, 0.02, 0.05)
 
 DRAWING_BEGINS = 0.8
 """Fraction of the total time that passes before the figures are drawn."""
-
-MOST_LINES = 25
-"""Maximum number of lines printed to the terminal, including the line with the report's path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,24 +104,14 @@ def evaluate(options: EvaluateOptions) -> None:
     write_run(options, "evaluate", output / "run.toml")
     if not options.quiet and not options.as_json:
         _print_summary(Console(highlight=False), comparison, page)
-    skipped = SkippedInputs(comparison.left_out)
-    finish(skipped, numbers, team, as_json=options.as_json, quiet=options.quiet or not options.as_json)
+    finish(SkippedInputs(comparison.left_out), numbers, team, as_json=options.as_json, quiet=options.quiet)
 
 
 def _print_summary(console: Console, comparison: Comparison, page: Path) -> None:
-    # Print the main finding, the main table, and as many other results as fit on one screen. The report contains all results.
-    first, *others = [f"{escape(finding.title)}: {escape(finding.text)}" for finding in evaluation_findings(comparison)]
-    left_out = SkippedInputs(comparison.left_out).lines(shown=2)
-    main = replace(evaluation_tables(comparison)[0], caption="")
-    count = 0
-    for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):
-        with console.capture() as captured:
-            print_table(console, part) if isinstance(part, Table) else console.print(part)
-        text = captured.get().rstrip("\n")
-        lines = text.count("\n") + 1
-        if count + lines < MOST_LINES:
-            count += lines
-            console.print(Text.from_ansi(text), soft_wrap=True)
+    # Print the main finding and the main table. The report contains all results.
+    finding = evaluation_findings(comparison)[0]
+    console.print(f"[bold]{escape(finding.title)}: {escape(finding.text)}[/bold]")
+    print_table(console, replace(evaluation_tables(comparison)[0], caption=""))
     where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder."
     console.print(where, soft_wrap=True)
 
@@ -165,9 +150,7 @@ def run_evaluate(
     tuned_on = options.val or fitted.job.val
     held_out = None
     if tuned_on is not None:
-        # If the folder was moved, it may refer to data that do not exist here.
-        absent = None if options.val else "specify the validation data with --val DATA."
-        source = fitted.open_dataset(tuned_on, labelled=True, by_user=options.val is not None, absent=absent)
+        source = fitted.open_dataset(tuned_on, labelled=True, by_user=options.val is not None)
         validation = loader(source, "tuning", 0, labelled=True)
         held_out = posterior.read(validation, f"validation data {source.name}", labelled=True, team=team)
     exposed = None
@@ -179,7 +162,7 @@ def run_evaluate(
         for step, (name, source) in enumerate(sources.items(), 1)
     }
     progress("done", 1.0)
-    classes = output_names(fitted)
+    classes = fitted.output_names
     return compare(
         test,
         [_set_info(posterior, name, options, by_method[methods.own]) for name, by_method in columns.items()],

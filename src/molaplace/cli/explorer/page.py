@@ -22,7 +22,7 @@ from torch import Tensor
 
 from molaplace.cli.explorer.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from molaplace.cli.explorer.subject import Subject
-from molaplace.errors import MolaError, OptionError, importing
+from molaplace.errors import MolaError, importing
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
 with importing("the explorer", "gradio", "explore"):
@@ -156,25 +156,20 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
             pen=max(20, round(PAD / max(explorer.subject.sight.shape[1:]) * PEN)),
         )
     fonts = ["system-ui", "sans-serif"]  # use fonts installed on this machine, so that none are downloaded
-    try:
-        _, address, _ = page.launch(
-            server_name=HOST,
-            server_port=port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            theme=gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=fonts, font_mono=["monospace"]),
-            css_paths=ASSETS / "page.css",
-            footer_links=[],
-            run_history=False,
-            ssr_mode=False,
-            mcp_server=False,
-            pwa=False,
-            enable_monitoring=False,
-            max_file_size=1,  # the page uploads nothing
-        )
-    except OSError as error:
-        raise OptionError(
-            f"cannot open port {port} on {HOST}. Choose another port with --port, or omit --port."
-        ) from error
+    _, address, _ = page.launch(
+        server_name=HOST,
+        server_port=port,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        theme=gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=fonts, font_mono=["monospace"]),
+        css_paths=ASSETS / "page.css",
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        enable_monitoring=False,
+        max_file_size=1,  # the page uploads nothing
+    )
     return page, address
