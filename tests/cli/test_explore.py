@@ -24,7 +24,6 @@ from PIL import Image
 from torch import nn
 
 import molaplace as mola
-from molaplace.__main__ import main
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
@@ -265,23 +264,17 @@ def test_only_this_machine_reaches_the_server(address):
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["molaplace", "explore", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code
-
-
-def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
+def test_mistakes_are_one_line(mola_command, tmp_path, fitted):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments, words in (
-            ([str(tmp_path), "--no-browser"], "contains no posterior"),
-            ([str(fitted.folder), "--port", port, "--no-browser", "--quiet"], f"port {port}"),
+            ([tmp_path, "--no-browser"], "contains no posterior"),
+            ([fitted.folder, "--port", port, "--no-browser", "--quiet"], f"port {port}"),
         ):
-            assert run(monkeypatch, *arguments) == 1
-            error = capsys.readouterr().err.splitlines()[-1]
+            code, _, err = mola_command("explore", *arguments)
+            error = err.splitlines()[-1]
+            assert code == 1
             assert error.startswith("molaplace: ")
             assert words in error

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import molaplace as mola
+from molaplace.cli.decisions import make_decisions
+from molaplace.cli.export import ExportOptions, run_export
 from molaplace.errors import OptionError, StorageError
 from tests.cli.fitted_folders import run
 from tests.closeness import assert_close
@@ -37,3 +40,18 @@ def test_what_is_wrong_is_told(fitted, tmp_path):
     assert isinstance(run("export", tmp_path, "--torch", path).exception, StorageError)
     assert "got risk" in str(run("export", fitted.folder, "--torch", path, "--outputs", "risk").exception)
     assert not path.exists()
+
+
+def test_an_exported_file_decides_alike(workspace, fitted, tmp_path):
+    pytest.importorskip("onnxruntime")
+    rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
+    outputs = ["probs", "confidence", "ood_score"]  # by which it decides
+    options = ExportOptions(posterior=fitted.folder, onnx=tmp_path / "model.onnx", outputs=outputs, **rates)
+    (written,) = run_export(fitted, options)
+    made = make_decisions(fitted, **rates)
+    loaded = mola.export.load(written.path)
+    prediction = loaded(workspace.inputs("test")[0])
+    found = loaded.decide(prediction)
+    assert torch.equal(found["outlying"], prediction["ood_score"] > made.alarm)
+    assert torch.equal(found["answer"], (prediction["confidence"] > made.answer) & ~found["outlying"])
+    assert torch.equal(found["set"], made.sets(prediction["probs"]))

@@ -118,29 +118,25 @@ def linear_twin(name, network, whole):
     return copy.deepcopy(network.get_submodule(KINDS[name].head)), features
 
 
-@pytest.mark.parametrize("structure", ["kron", "full"])
 @pytest.mark.parametrize("name", KINDS)
-def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(name, structure):
+def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(name):
     train = data(name)
     held_out = data(name, 20, seed=1)
     new = data(name, 8, seed=2)
+    rule = mola.rules.Score("nll")
     for network in networks(name):
         network.train()  # dropout must not show
-        got = mola.fit(network, batches(train, 7), structure=structure, prior_precision=0.3)
+        ours = mola.fit(network, batches(train, 7), prior_precision=0.3)
+        assert ours.components[0].head.name == KINDS[name].head
         head, features = linear_twin(name, network, train)
-        expected = mola.fit(head, [(features, train["labels"])], structure=structure, prior_precision=0.3)
-        assert got.components[0].head.name == KINDS[name].head
-        rule = mola.rules.Score("nll")
-        ours = got.tune(list(batches(held_out, 6)), rule=rule)
-        theirs = expected.tune([(linear_twin(name, network, held_out)[1], held_out["labels"])], rule=rule)
+        theirs = mola.fit(head, [(features, train["labels"])], prior_precision=0.3)
+        ours = ours.tune(list(batches(held_out, 6)), rule=rule)
+        theirs = theirs.tune([(linear_twin(name, network, held_out)[1], held_out["labels"])], rule=rule)
         assert ours.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-4)
-        assert float(got.log_evidence()) == pytest.approx(float(expected.log_evidence()), rel=1e-8)
-        ours = got.predict(new)
-        theirs = expected.predict(linear_twin(name, network, new)[1])
+        ours = ours.predict(new)
+        theirs = theirs.predict(linear_twin(name, network, new)[1])
         for part in ("probs", "ood_score", "logit_mean", "logit_variance"):
             torch.testing.assert_close(getattr(ours, part), getattr(theirs, part), rtol=1e-6, atol=1e-9)
-        # By draws, along eigenvectors that are free to turn where features are 0 for all data.
-        torch.testing.assert_close(ours.mutual_information, theirs.mutual_information, rtol=0.2, atol=1e-2)
         assert network.training
 
 
