@@ -27,10 +27,7 @@ class DemoOptions:
     """Options for `molaplace demo`."""
 
     output: Path = option(
-        Path("demo-results"),
-        "Folder for the page, the figures and the numbers",
-        flags=("--output", "-o"),
-        metavar="DIR",
+        Path("demo-results"), "Folder for the page, the figures and the numbers", flags=("--output", "-o")
     )
     seed: int = option(0, "Random seed for the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
     quiet: bool = option(False, "Print nothing")

@@ -55,15 +55,14 @@ class EvaluateOptions(PosteriorOptions, RunOptions):
     """Options for `molaplace evaluate`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
-    test: str = option(help="Labelled test data, in any form that `molaplace fit --train` accepts", metavar="DATA")
-    ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated", metavar="DATA")
+    test: str = option(help="Labelled test data, in any form that `molaplace fit --train` accepts")
+    ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated")
     output: Path = option(
-        Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
+        Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o")
     )
     val: str | None = option(
         None,
         "Validation data for tuning temperatures, noise and LLLA",
-        metavar="DATA",
         panel=MORE,
         shown="validation data of the fit",
     )

@@ -32,15 +32,14 @@ class ExportOptions(PosteriorOptions, DecisionOptions, RunOptions):
     """Options for `molaplace export`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
-    onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")
-    torch: Path | None = option(None, "torch.export file to write (.pt2)", metavar="FILE")
+    onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch")
+    torch: Path | None = option(None, "torch.export file to write (.pt2)")
     pixels: bool = option(False, "Accept pixels as bytes, and normalise them in the same way as the training data")
     float16: bool = option(False, "Store the networks in half precision")
     outputs: tuple[str, ...] | None = option(
         None,
         "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
         "for regression: mean, variance, epistemic, aleatoric, ood_score, distance",
-        metavar="NAMES",
         parse=_parse_names,
         shown="all",
     )

@@ -360,12 +360,10 @@ class FitData:
 class FitOptions(RunOptions, Job):
     """Options for `molaplace fit`: the job's options, plus options that do not affect the posterior."""
 
-    output: Path = option(
-        Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", stored=False
-    )
+    output: Path = option(Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), stored=False)
     bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, stored=False)
     checkpoint: Path | None = option(
-        None, "Folder for checkpoints, from which an interrupted fit can resume", metavar="DIR", panel=RUN, stored=False
+        None, "Folder for checkpoints, from which an interrupted fit can resume", panel=RUN, stored=False
     )
 
 

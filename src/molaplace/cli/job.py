@@ -87,68 +87,52 @@ class Job:
         is_path=True,
     )
     network: tuple[str, ...] = option(
-        (),
-        "Network: module:function, a Hugging Face folder or mlp. Can be repeated",
-        metavar="NAME",
-        is_path=True,
+        (), "Network: module:function, a Hugging Face folder or mlp. Can be repeated", is_path=True
     )
     train: str | None = option(
         None,
         "Training data: a folder with one subfolder of images per class, .npz, .csv, module:function, or digits:train",
-        metavar="DATA",
         is_path=True,
     )
-    val: str | None = option(None, "Validation data, in the same formats", metavar="DATA", is_path=True)
+    val: str | None = option(None, "Validation data, in the same formats", is_path=True)
     likelihood: str = option(
-        CATEGORICAL.name, "Likelihood: categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
+        CATEGORICAL.name, "Likelihood: categorical, bernoulli (multi-label) or gaussian (regression)"
     )
     rule: str | None = option(
         None,
         f"Tuning rule: {', '.join(RULE_NAMES)}",
-        metavar="NAME",
         shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
     )
     classes: int | tuple[str, ...] | None = option(
-        None,
-        "Class names in output order (a,b,c or a file), or the number of classes",
-        metavar="NAMES",
-        parse=parse_class_names,
+        None, "Class names in output order (a,b,c or a file), or the number of classes", parse=parse_class_names
     )
     strict: bool = option(False, "Stop at the first input that cannot be used")
     trust: bool = option(False, "Trust the --config file: import and run the functions that it names", stored=False)
 
     resize: int | tuple[int, int] | None = option(
-        None,
-        "Length of the shorter side (256), or height and width (32x32)",
-        panel=PREPARATION,
-        metavar="SIZE",
-        parse=parse_size,
+        None, "Length of the shorter side (256), or height and width (32x32)", panel=PREPARATION, parse=parse_size
     )
     crop: int | None = option(None, "Side length of the square crop from the centre", panel=PREPARATION, minimum=1)
-    mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
+    mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION)
     normalise: str | None = option(
         None,
         "Normalisation: none (x / 255), cifar10 or imagenet (alias: --normalize)",
         panel=PREPARATION,
-        metavar="NAME",
         flags=("--normalise", "--normalize"),
     )
     mean: tuple[float, ...] | None = option(
         None,
         "Mean of pixels, such as 0.5 or 0.49,0.48,0.45; with --std, used instead of --normalise",
         panel=PREPARATION,
-        metavar="X",
         parse=parse_numbers,
     )
-    std: tuple[float, ...] | None = option(
-        None, "Standard deviation of pixels", panel=PREPARATION, metavar="X", parse=parse_numbers
-    )
+    std: tuple[float, ...] | None = option(None, "Standard deviation of pixels", panel=PREPARATION, parse=parse_numbers)
     workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
 
-    structure: str = option("kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD, metavar="NAME")
-    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD, metavar="NAME")
-    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME")
-    head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
+    structure: str = option("kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD)
+    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD)
+    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD)
+    head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD)
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
     price: float | None = option(
@@ -156,31 +140,25 @@ class Job:
         "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %",
         panel=METHOD,
     )
-    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
+    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, is_path=True)
     distances: bool = option(True, "Compute class distances; --no-distances saves memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
-        None,
-        "Regression: standard deviation of the noise [default: estimated]",
-        panel=OTHER,
-        metavar="X",
-        parse=parse_numbers,
+        None, "Regression: standard deviation of the noise [default: estimated]", panel=OTHER, parse=parse_numbers
     )
     location: tuple[float, ...] | None = option(
-        None, "Regression: mean of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: mean of the targets", panel=OTHER, parse=parse_numbers
     )
     scale: tuple[float, ...] | None = option(
-        None, "Regression: standard deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: standard deviation of the targets", panel=OTHER, parse=parse_numbers
     )
     heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
-    positions: str = option(
-        "all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER, metavar="WHICH"
-    )
+    positions: str = option("all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER)
     ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
 
     batch_size: int = option(256, "Inputs per batch", panel=RUN, minimum=1)
     seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
-    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
 
     def meaning(self) -> Likelihood:
         """Return the likelihood with its settings."""

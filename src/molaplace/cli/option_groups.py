@@ -21,7 +21,7 @@ class RunOptions:
     threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", stored=False)
     as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, stored=False)
     config: Path | None = option(
-        None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, stored=False
+        None, "TOML file with the options of an earlier run; flags override it", panel=RUN, stored=False
     )
 
 
@@ -29,19 +29,12 @@ class RunOptions:
 class PosteriorOptions:
     """Options for commands that open a posterior's folder."""
 
-    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
     network: tuple[str, ...] = option(
-        (),
-        "Networks, named as in `molaplace fit`",
-        metavar="NAME",
-        panel=MORE,
-        shown="the networks named in the folder",
+        (), "Networks, named as in `molaplace fit`", panel=MORE, shown="the networks named in the folder"
     )
     trust: bool = option(
-        False,
-        "Trust the folder: import and run the functions that it names",
-        panel=MORE,
-        stored=False,
+        False, "Trust the folder: import and run the functions that it names", panel=MORE, stored=False
     )
 
 

@@ -38,7 +38,6 @@ def option(
     flags: tuple[str, ...] = (),
     argument: bool = False,
     panel: str = "",
-    metavar: str = "",
     shown: str = "",
     parse: Callable[[Any], Any] | None = None,
     minimum: float | None = None,
@@ -54,7 +53,6 @@ def option(
         flags: flags for the option; by default, the name of the field, written with hyphens.
         argument: whether the value is given without a flag.
         panel: heading under which the help lists the option. Common options have no heading and come first.
-        metavar: placeholder for the value in the help.
         shown: text that the help shows instead of the default value.
         parse: function that converts the text from the command line, or a list from a run file. If it raises `ValueError`, the message
             describes the expected value.
@@ -102,7 +100,7 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
     settings = declared.metadata
     required = declared.default is MISSING
     several = kind is tuple and settings["parse"] is None
-    common: dict[str, Any] = {"type": _click_type(kind, settings), "metavar": settings["metavar"] or None}
+    common: dict[str, Any] = {"type": _click_type(kind, settings)}
     common |= {"required": True} if required else {"default": declared.default}
     if settings["argument"]:
         parameter: click.Parameter = click.Argument([declared.name], nargs=-1 if several else 1, **common)
@@ -193,13 +191,16 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
         raise OptionError(
             f'{path} is not a run file for `molaplace {command}`: expected command = "{command}" and an [options] table.'
         )
-    declared = {field.name: field for field in fields(kind) if field.metadata["stored"]}
-    known = {parameter.name: parameter for parameter in parameters(kind) if parameter.name in declared}
+    declared = {
+        field.name: (parameter, field.metadata["is_path"])
+        for field, parameter in zip(fields(kind), parameters(kind), strict=True)
+        if field.metadata["stored"]
+    }
     context = click.Context(click.Command(command))
     values = {}
     for key, value in options.items():
         name = one_of(key.replace("-", "_"), declared, f"{path}: an option")
-        parameter = known[name]
+        parameter, may_be_path = declared[name]
         text: Any = [str(part) for part in value] if isinstance(value, list) else str(value)
         if parameter.multiple or parameter.nargs == -1:
             text = text if isinstance(text, list) else [text]
@@ -207,9 +208,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
             converted = parameter.type_cast_value(context, text)
         except click.UsageError as error:
             raise OptionError(f"{path}: {name}: {error.message}") from error
-        if declared[name].metadata["is_path"]:
-            converted = _relocated(converted, path.parent)
-        values[name] = converted
+        values[name] = _relocated(converted, path.parent) if may_be_path else converted
     return values
 
 

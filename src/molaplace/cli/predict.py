@@ -41,13 +41,11 @@ class PredictOptions(PosteriorOptions, DecisionOptions, RunOptions):
     inputs: str = option(
         help="A folder of images, .npz, .npy, .csv, or package.module:function",
         argument=True,
-        metavar="DATA",
     )
     output: Path = option(
         Path("predictions.csv"),
         "File to write: .csv, .jsonl, .parquet or .npz",
         flags=("--output", "-o"),
-        metavar="FILE",
     )
     probabilities: bool = option(False, "Add the probabilities of all classes")
     by_class: bool = option(False, "Guarantee the coverage for each class, not only on average", panel=DECISIONS)
