@@ -27,7 +27,7 @@ from molaplace.cli.data.image_files import open_image_csv, open_image_folder, pi
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import Job
 from molaplace.demo.data import load_digits
-from molaplace.errors import DataError, MolaError, OptionError, importing
+from molaplace.errors import DataError, MolaError, OptionError
 from molaplace.images import ENDINGS
 from molaplace.imported import import_function
 from molaplace.network import as_batch
@@ -110,8 +110,6 @@ def open_dataset(
     if path.is_file() and path.suffix in (".npz", ".npy"):
         return open_arrays(path, preprocessing, labelled=labelled, likelihood=likelihood)
     if path.exists():
-        with importing("reading image files", "pillow", "cli"):
-            import PIL.Image  # noqa: F401 - a missing package is reported before a long computation
         if path.is_dir():
             return open_image_folder(path, classes, preprocessing, labelled=labelled)
         if path.suffix == ".csv":

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
 from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.errors import DataError, OptionError, importing
+from molaplace.errors import DataError, OptionError
 from molaplace.images import Preparation
-
-with importing("the explorer", "pillow", "explore"):
-    from PIL import Image, ImageFilter, ImageOps
 
 MAX_SIDE = 1024
 """Maximum side length of a picture, in pixels. Larger pictures are shrunk. Networks with larger inputs are refused, because they would

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 from molaplace.cli.data.preprocessing import Preprocessing
@@ -62,17 +63,16 @@ class Subject:
 
 
 def ood_examples(sight: Sight) -> list[Example]:
-    """Return pictures that belong to no class: noise, a checkerboard and, if scikit-learn is installed, a photograph."""
+    """Return pictures that belong to no class: noise, a checkerboard and a photograph."""
     channels, height, width = sight.shape
     noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     side = max(1, min(height, width) // 4)
     checks = (torch.arange(height)[:, None] // side + torch.arange(width) // side) % 2 * 255
-    examples = [("noise", to_image(noise)), ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1)))]
-    try:
-        from sklearn import datasets
-    except ImportError:
-        return examples
-    return [*examples, ("a flower", sight.fit(Image.fromarray(datasets.load_sample_image("flower.jpg"))))]
+    return [
+        ("noise", to_image(noise)),
+        ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1))),
+        ("a flower", sight.fit(Image.fromarray(load_sample_image("flower.jpg")))),
+    ]
 
 
 def digits_subject(progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None) -> Subject:
