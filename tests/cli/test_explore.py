@@ -25,10 +25,10 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
-from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
+from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, folder_subject, ood_examples
 from molaplace.cli.fit import run_fit
+from molaplace.cli.folder import open_posterior
 from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS
@@ -173,20 +173,18 @@ def test_names_of_strangers_stay_text():
 # --- folders --------------------------------------------------------------------------------------------------------------
 
 
-def changed(folder, to, *, trust=True, **changes):
+def changed(folder, to, **changes):
     """A copy of a posterior's folder with another job."""
     shutil.copytree(folder, to)
     document = tomllib.loads((to / "job.toml").read_text())
     for path, value in changes.items():
         section, name = path.split("__")
         document[section][name] = value
-    return ExploreOptions(posterior=with_job(to, to_toml(document)), trust=trust)
+    return open_posterior(with_job(to, to_toml(document)), trust=True)
 
 
 def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, workspace):
-    steps = []
-    subject = open_subject(ExploreOptions(posterior=fitted.folder, trust=True), lambda doing, done: steps.append(done))
-    assert steps == sorted(steps)
+    subject = folder_subject(fitted)
     assert (subject.classes, subject.sight.shape, subject.reference.count) == (CLASSES, (3, 6, 6), 18)
     pixels, _ = workspace.pixels("val")
     inputs, _ = workspace.inputs("val")
@@ -198,19 +196,14 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, workspace):
 
 
 def test_what_is_missing_is_noted(fitted, workspace, tmp_path):
-    moved = open_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
+    moved = folder_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
     assert moved.reference.count == 18
     assert "gone/away" in moved.notes[0]
     assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
     run_fit(job_for(workspace, val=None, rule="evidence"), tmp_path / "plain")
-    plain = open_subject(ExploreOptions(posterior=tmp_path / "plain", trust=True))
+    plain = folder_subject(open_posterior(tmp_path / "plain", trust=True))
     assert plain.reference is None
     assert "without validation data" in plain.notes[0]
-
-
-def test_a_strangers_folder_runs_no_code(fitted, tmp_path):
-    with pytest.raises(OptionError, match="--trust"):
-        open_subject(changed(fitted.folder, tmp_path / "hostile", options__network="pytest:main", trust=False))
 
 
 # --- the command and its server -------------------------------------------------------------------------------------------

@@ -120,14 +120,13 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(fitted, workspace):
-    from molaplace.cli.explore import ExploreOptions
     from molaplace.cli.explorer.page import Explorer
-    from molaplace.cli.explorer.subject import open_subject
+    from molaplace.cli.explorer.subject import folder_subject
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace.root)
         patch.syspath_prepend(str(workspace.root))
-        explorer = Explorer(open_subject(ExploreOptions(posterior=fitted.folder, trust=True)))
+        explorer = Explorer(folder_subject(fitted))
     with serving(fitted.folder, workspace.root) as address, chromium() as driver:
         yield Page(driver, address, explorer)
 

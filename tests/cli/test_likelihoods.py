@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.explore import ExploreOptions
-from molaplace.cli.explorer.subject import open_subject
+from molaplace.cli.explorer.subject import folder_subject
 from molaplace.cli.folder import open_posterior
 from molaplace.errors import OptionError
 from tests.cli.fitted_folders import LOCATION, OPTIONS, SCALE, run
@@ -41,7 +40,7 @@ def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     shown = " ".join(outcome.output.split())
     assert words in shown
     with pytest.raises(OptionError, match=r"one of several classes|positions|dense"):
-        open_subject(ExploreOptions(posterior=kind.posterior, trust=True))
+        folder_subject(kind.open())
 
 
 @pytest.mark.parametrize("kind", ["labels"], indirect=True)

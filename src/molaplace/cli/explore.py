@@ -43,7 +43,8 @@ def explore(options: ExploreOptions) -> None:
         molaplace explore posterior
     """
     from molaplace.cli.explorer.page import HOST, Explorer, launch
-    from molaplace.cli.explorer.subject import digits_subject, open_subject
+    from molaplace.cli.explorer.subject import digits_subject, folder_subject
+    from molaplace.cli.folder import open_posterior
     from molaplace.demo.run import DemoSettings
 
     posterior = options.posterior
@@ -53,8 +54,13 @@ def explore(options: ExploreOptions) -> None:
         if port is not None and probe.connect_ex((HOST, port)) == 0:
             raise OptionError(f"port {port} on {HOST} is in use. Choose another port with --port, or omit --port.")
     with showing_progress(quiet=quiet) as progress:
-        settings = DemoSettings(seed=options.seed)
-        subject = digits_subject(progress, settings) if posterior is None else open_subject(options, progress)
+        if posterior is None:
+            subject = digits_subject(progress, DemoSettings(seed=options.seed))
+        else:
+            progress("loading networks", 0.0)
+            subject = folder_subject(
+                open_posterior(posterior, options.device, trust=options.trust, network=options.network)
+            )
         page, address = launch(Explorer(subject), port)
     if not quiet:
         console = Console(highlight=False)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from molaplace.cli.explorer.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from molaplace.cli.explorer.subject import Subject
+from molaplace.cli.networks_alone import networks_alone
 from molaplace.errors import MolaError, importing
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
@@ -71,9 +72,9 @@ class Explorer:
     def _methods(self, prediction: Any) -> dict[str, Tensor]:
         # Return the probabilities (n, C) given by the first network, by the mean of all networks, and by the mixture of Laplace
         # approximations.
-        alone = prediction.logit_mean.softmax(-1)
-        mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
-        return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
+        posterior = self.subject.posterior
+        single, ensemble = (networks_alone(posterior, prediction, count) for count in (1, len(posterior.components)))
+        return dict(zip(METHODS, (single.probs, ensemble.probs, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
         """Return the HTML for a request that contains `picture` as a `data:` URL, the values of the sliders, and `invert`."""

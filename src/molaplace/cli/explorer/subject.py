@@ -1,6 +1,6 @@
 """Contents of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
 
-`open_subject` reads a folder written by `molaplace fit`. `digits_subject` takes a few seconds to train the networks of the digits demo
+`folder_subject` reads a folder written by `molaplace fit`. `digits_subject` takes a few seconds to train the networks of the digits demo
 and to fit and tune their posterior.
 """
 
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import SCORE, default_alarm, read_columns
-from molaplace.cli.explore import ExploreOptions
 from molaplace.cli.explorer.pictures import Sight, to_image
-from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import Progress
 from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
 from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
@@ -104,11 +103,9 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
     )
 
 
-def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
-    """Open the posterior folder specified by the options."""
-    progress("loading networks", 0.0)
-    folder = Path(str(options.posterior))
-    fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)
+def folder_subject(fitted: PosteriorFolder) -> Subject:
+    """Return the contents for a posterior's folder."""
+    folder = fitted.folder
     posterior = fitted.posterior
     if posterior.is_dense or not posterior.likelihood.mutually_exclusive:
         raise OptionError(
@@ -118,7 +115,6 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
         )
     is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
     sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.preprocessing)
-    progress("reading validation data", 0.3)
     validation = fitted.document["result"].get("validation")
     reference = None
     if validation is not None:
@@ -134,7 +130,6 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
             notes = []
         except MolaError as error:
             notes = [f"There are no examples, because {fitted.job.val} cannot be read: {error}"]
-    progress("done", 1.0)
     return Subject(
         title=f"{folder}: {counted(len(posterior.networks), 'network')}, {', '.join(fitted.job.network)}",
         posterior=posterior,
