@@ -37,6 +37,7 @@ from molaplace.errors import DataError, OptionError, warn
 from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare
 from molaplace.evaluation.comparison import AnswerResult, DecisionResult
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
+from molaplace.network import as_batch
 from molaplace.posterior import MoLA
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
@@ -186,10 +187,7 @@ def run_evaluate(
 def _read(methods: EvaluatedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
     columns = {method: PredictionColumns() for method in methods.names}
     for batch in loader:
-        labels = None
-        if loader.labelled:
-            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-        methods.add(columns, batch, labels)
+        methods.add(columns, batch, as_batch(batch, loader.source.name).labels)
     if not any(team.collect(len(columns[methods.own].data))):
         raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
     columns = {method: predictions.gather(team) for method, predictions in columns.items()}
