@@ -76,9 +76,9 @@ canvas.addEventListener("pointerdown", (event) => {
 });
 canvas.addEventListener("pointermove", (event) => last && event.getCoalescedEvents().concat(event).forEach(stroke));
 ["pointerup", "pointercancel"].forEach((end) => canvas.addEventListener(end, () => (last = null)));
-element.querySelectorAll(".examples button").forEach((one) =>
-  one.addEventListener("click", () => show(one.firstElementChild.src, one.title)));
-[...sliders, invert].forEach((one) => one.addEventListener("input", look));
+element.querySelectorAll(".examples button").forEach((example) =>
+  example.addEventListener("click", () => show(example.firstElementChild.src, example.title)));
+[...sliders, invert].forEach((control) => control.addEventListener("input", look));
 find(".choose").addEventListener("click", () => file.click());
 file.addEventListener("change", () => take(file.files[0]));
 find(".clear").addEventListener("click", () => {
