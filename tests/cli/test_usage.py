@@ -19,13 +19,9 @@ def test_version():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["demo", "--colour"],
-        ["demo", "--seed", "one"],
         ["demo", "--seed", "-1"],
         ["demos"],
-        ["demo", "extra"],
         ["fit", "--mean", "a,b"],
-        ["fit", "--classes", "cat,cat"],
     ],
     ids=" ".join,
 )
