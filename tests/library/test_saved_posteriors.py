@@ -233,26 +233,6 @@ def replace_tensor(folder, name, value):
     edit(folder, lambda document: document["tensors"].update(sha256=hashlib.sha256(content).hexdigest()))
 
 
-EDITS = {
-    "unknown structure": (
-        lambda document: document["structure"].update(name="__import__"),
-        "unknown structure '__import__'.*kron",
-    ),
-    "unknown setting": (lambda document: document["link"].update(colour=1), "colour"),
-    "weights": (lambda document: document.update(weights=[1, 1, 1]), "weights must sum to 1"),
-    "precision": (lambda document: document["settings"].update(prior_precision=[1, 0, 1]), "prior_precision"),
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_edited_documents_are_refused(name, tmp_path):
-    networks = three()
-    posterior(networks, **tuned()).save(tmp_path)
-    edit(tmp_path, EDITS[name][0])
-    with pytest.raises(StorageError, match=EDITS[name][1]):
-        load_posterior(tmp_path, networks)
-
-
 WRONG_SUMS = [torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"))]
 
 

@@ -381,7 +381,6 @@ def test_bad_input_is_explained():
     loader = [(inputs, labels)]
     for error, words, batches_read, options in [
         (OptionError, "requires gradients", loader, {"networks": convolutional().requires_grad_(False)}),
-        (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
         *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, 10**6)),
         (OptionError, "classification only", loader, {"likelihood": "gaussian"}),
