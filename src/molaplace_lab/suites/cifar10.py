@@ -13,7 +13,6 @@ from molaplace_lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, 
 from molaplace_lab.data.catalogue import data_directory, load_images
 from molaplace_lab.data.cifar10_c import ARCHIVE, find_cifar10_c, load_cifar10_c, load_cifar10h
 from molaplace_lab.data.download import fetch
-from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import in_colour
 from molaplace_lab.measures import Measure, human_labels
 from molaplace_lab.models import build_network
@@ -23,6 +22,7 @@ from molaplace_lab.suites.image_sources import (
     in_distribution,
     load,
     outlier_sources,
+    split_validation,
     test_images,
     training,
 )

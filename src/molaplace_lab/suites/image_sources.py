@@ -15,7 +15,6 @@ from molaplace.evaluation import Role
 from molaplace.images import Images, normalisation
 from molaplace_lab.checksums import checksum, data_checksum
 from molaplace_lab.data.catalogue import DATASETS, has_images, load_images
-from molaplace_lab.data.images import split_validation
 from molaplace_lab.data.transforms import ANGLES, flip_and_crop, rotate
 from molaplace_lab.suite import Batches, DataOptions, Source, TrainingData
 from molaplace_lab.training import Labelled, Recipe
@@ -61,7 +60,7 @@ def image_source(
     def read(places: Sequence[int]) -> Batches:
         shown = change(images).part(places)
         pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
-        return ((normalise(part), own) for part, own in zip(pixels, labels, strict=True))
+        return ((normalise(part), some_labels) for part, some_labels in zip(pixels, labels, strict=True))
 
     def show(places: Sequence[int]) -> Images:
         return change(images.part(slice(0, max(places) + 1))).part(places)
@@ -94,6 +93,12 @@ def rotations(options: DataOptions, title: str, test: Images, interpolation: str
         )
         for angle in ANGLES[1:]
     }
+
+
+def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:
+    """Split a test set at random into `validation` images for tuning and the remaining images for testing, as in the paper."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).tolist()
+    return images.part(order[:validation]), images.part(order[validation:])
 
 
 def test_images(name: str, options: DataOptions) -> Images:
