@@ -189,8 +189,8 @@ class StoredActivations:
         widths = tuple(file.shape("features")[1] for file in self.files)
         rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
         for start in range(0, self.count, rows):
-            places = self.places[start : start + rows]
-            features, logits = ([file.rows(name, places) for file in self.files] for name in ("features", "logits"))
+            indices = self.places[start : start + rows]
+            features, logits = ([file.rows(name, indices) for file in self.files] for name in ("features", "logits"))
             padded = [functional.pad(tensor, (0, max(widths) - tensor.shape[1])) for tensor in features]
             labels = self.labels[start : start + rows]
             yield ActivationSlice(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)

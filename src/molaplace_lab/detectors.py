@@ -197,11 +197,11 @@ def feature_scores(
 
     def bank(network: int) -> Tensor:
         start = 0
-        found = []
+        rows = []
         for part in parts(network):
-            found.append(part[-start % stride :: stride].clone())
+            rows.append(part[-start % stride :: stride].clone())
             start += len(part)
-        return torch.cat(found)
+        return torch.cat(rows)
 
     readers = [partial(parts, index) for index in range(len(train.files))]
     pairs = [mahalanobis(reader, train.labels) for reader in readers]

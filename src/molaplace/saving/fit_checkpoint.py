@@ -30,13 +30,8 @@ KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]
 PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
 SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
-INTEGERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.int64,
-}  # integer dtypes, keyed by the number of bytes per element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Integer dtypes, keyed by the number of bytes per element."""
 
 
 @dataclass
@@ -68,7 +63,7 @@ class FitCheckpoint:
         self.every: int = whole_number(every, "checkpoint_every")
         self.folder: Path | None = None if folder is None else Path(folder)
         self.size: int = size
-        self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
+        self.rank_folder: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
         """Return the progress of an interrupted fit, with the sums on the CPU, or None if there is no checkpoint.
@@ -85,9 +80,9 @@ class FitCheckpoint:
                     f"{self.folder} is a checkpoint from a fit with {size} processes, but this fit has "
                     f"{self.size}, so the data are split differently. Use {size} processes, or delete the folder to start again."
                 )
-        if not (self.place / DOCUMENT).exists():
+        if not (self.rank_folder / DOCUMENT).exists():
             return None
-        document, tensors = read_folder(self.place, KIND, SCHEMA)
+        document, tensors = read_folder(self.rank_folder, KIND, SCHEMA)
         for name in {**document["identity"], **identity}:
             saved = document["identity"].get(name)
             current = identity.get(name)
@@ -98,7 +93,7 @@ class FitCheckpoint:
                     f"fit, or delete the folder to start again."
                 )
         if len(document["sums"]) != len(identity["networks"]):
-            raise StorageError(f"{self.place} is damaged. Delete the folder to start again.")
+            raise StorageError(f"{self.rank_folder} is damaged. Delete the folder to start again.")
         return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
@@ -125,12 +120,12 @@ class FitCheckpoint:
             return
         entries, tensors = pack_sums(progress.sums)
         counters = {name: getattr(progress, name) for name in PROGRESS}
-        write_folder(self.place, {"kind": KIND, "identity": dict(identity), **counters, "sums": entries}, tensors)
+        write_folder(self.rank_folder, {"kind": KIND, "identity": dict(identity), **counters, "sums": entries}, tensors)
 
     def remove(self) -> None:
         """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
         if self.folder is not None:
-            shutil.rmtree(self.place, ignore_errors=True)
+            shutil.rmtree(self.rank_folder, ignore_errors=True)
             with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
                 self.folder.rmdir()
 

@@ -175,10 +175,10 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
         raise StorageError(
             f"expected the posterior's {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
-    own = [state_checksum(network) for network in networks]
-    for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
-        if found != expected:
-            hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
+    current = [state_checksum(network) for network in networks]
+    for index, (checksum, expected) in enumerate(zip(current, checksums, strict=True)):
+        if checksum != expected:
+            hint = f" networks[{current.index(expected)}] has the saved weights." if expected in current else ""
             raise StorageError(
                 f"the weights differ from the saved weights in their names, shapes, precision "
                 f"or values.{hint} {remedy}",

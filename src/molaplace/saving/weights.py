@@ -72,9 +72,8 @@ def read_state(path: str | Path) -> dict[str, Any]:
     _check_is_file(path)
     try:
         with open(path, "rb") as file:
-            is_safetensors = (
-                file.read(9)[8:] == b"{"
-            )  # the first eight bytes hold the length of the header, which is JSON
+            # The first eight bytes of a safetensors file hold the length of its header, which is JSON.
+            is_safetensors = file.read(9)[8:] == b"{"
         if is_safetensors:
             return dict(load_file(path))
         with warnings.catch_warnings():

@@ -84,10 +84,10 @@ class UciSet:
         return self._divide(order[third : len(order) - third])
 
     def _divide(self, test: Tensor) -> Split:
-        kept = torch.ones(len(self.inputs), dtype=torch.bool)
-        kept[test] = False
-        inputs = self.inputs[kept]
-        targets = self.targets[kept]
+        training = torch.ones(len(self.inputs), dtype=torch.bool)
+        training[test] = False
+        inputs = self.inputs[training]
+        targets = self.targets[training]
         mean = inputs.mean(0)
         spread = inputs.std(0, correction=0)
         spread = torch.where(spread > 0, spread, 1)
@@ -103,15 +103,15 @@ class UciSet:
 
 def read_uci(folder: str | Path, name: str) -> UciSet:
     """Read one of `SETS` with its published splits, as float64, from a folder that contains a subfolder for each set."""
-    place = Path(folder) / one_of(name, SETS, "set")
-    rows = _numbers(place / "data.txt", 2)
-    features, target = (_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
+    set_folder = Path(folder) / one_of(name, SETS, "set")
+    rows = _numbers(set_folder / "data.txt", 2)
+    features, target = (_indices(set_folder / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
     if len(target) != 1:
-        raise DataError(f"{place / 'index_target.txt'}: expected one column, got {len(target)}.")
-    files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+        raise DataError(f"{set_folder / 'index_target.txt'}: expected one column, got {len(target)}.")
+    files = sorted(set_folder.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
         raise DataError(
-            f"{place} contains no index_test_0.txt, which defines the first published split. Copy the published files to this folder."
+            f"{set_folder} contains no index_test_0.txt, which defines the first published split. Copy the published files to this folder."
         )
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
     inputs = np.ascontiguousarray(rows[:, features])
