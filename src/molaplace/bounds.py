@@ -61,11 +61,8 @@ def component_bounds(
 ) -> Tensor:
     """Return the Lemma's upper bounds (K, n, C) on each component's class probabilities, or ones if there is no covariance.
 
-    Args:
-        members: the mixture's members.
-        spreads: spread of each member's logits before scaling.
-        trained_weights: weights (C, P) of each network's last layer.
-        settings: settings at which the members were computed.
+    `spreads` are those of the logits before scaling, `trained_weights` (C, P) those of each network's last layer, and `settings` those
+    at which the members were computed.
     """
     sizes = []
     denominators = []
@@ -126,13 +123,8 @@ def far_field_limit(
 ) -> Tensor:
     """Return the limit (n, C) of the probabilities as each input is scaled to infinity.
 
-    Args:
-        members: the mixture's members for the unscaled inputs, from networks whose features scale with their inputs.
-        spreads: spread of each member's logits before scaling.
-        trained_weights: weights (C, P) of each network's last layer.
-        widths: number of features of each network, without the constant 1.
-        far_features: features (n, P) for the inputs multiplied by `SCALE`, to test whether the features grow in proportion.
-        settings: settings at which the members were computed.
+    Besides the arguments of `component_bounds`, `widths` are the numbers of features without the constant 1, and `far_features`
+    (n, P) those of the inputs multiplied by `SCALE`, to test whether the features grow in proportion.
     """
     weights = members.weights
     growing = []

@@ -55,10 +55,7 @@ def as_networks(
 ) -> list[nn.Module]:
     """Return the networks as a list, without their torch.compile wrappers, and warn if the same network occurs twice.
 
-    Args:
-        networks: one or more networks.
-        logits: function that extracts the logits from a network's output, or one such function per network; not needed if the network
-            returns the logits.
+    Networks with a function that extracts the logits from their output are wrapped in `LogitsOf`.
     """
     # A Sequential or a state dict is iterable, but counts as one thing.
     single = isinstance(networks, (nn.Module, str, Mapping)) and not isinstance(networks, nn.ModuleList)

@@ -169,9 +169,7 @@ def signature_of(network: nn.Module) -> inspect.Signature:
 
 
 def check_network(network: nn.Module) -> None:
-    """Raise an error if the network is not a module, or if any of its parameters is lazy or on the meta device."""
-    if not isinstance(network, nn.Module):
-        raise HeadError(f"expected the network to be an nn.Module, got {type(network).__name__}.")
+    """Raise `DataError` if any of the network's parameters is lazy or on the meta device."""
     if not any(is_lazy(parameter) or parameter.is_meta for parameter in network.parameters()):
         return
     kind = type(unwrapped(network)).__name__
@@ -221,8 +219,6 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
     Blocks may be nested or run in several threads: the first that needs a module puts it in eval mode, and the last restores its flag.
     """
-    for network in networks:
-        check_network(network)
     modules = [module for network in networks for module in network.modules()]
     with _eval_modes_lock:
         # Read all flags before setting any, because setting the flag of a compiled module also sets the flag of the module it wraps.

@@ -92,10 +92,8 @@ class Captured:
     def chunks(self, row_size: int = 512) -> Iterator[Rows]:
         """Yield the rows in use in chunks of bounded size, or a single empty `Rows` if no row is in use.
 
-        If the batch size is not an `int`, as in a trace with a dynamic batch size, all rows form a single chunk.
-
-        Args:
-            row_size: number of values, in addition to its features, that the caller holds for each row and network.
+        The caller holds `row_size` values, in addition to the features, for each row and network. If the batch size is not an `int`,
+        as in a trace with a dynamic batch size, all rows form a single chunk.
         """
         size = rows_at_once(self.features, row_size)
         total = self.layout.rows if self.in_use is None else len(self.in_use)
@@ -139,13 +137,8 @@ def capture(
 ) -> Captured:
     """Run every network once and capture its head's input and output; all outputs must have the same shape.
 
-    Call this function inside `evaluating(*networks)`. The code does not branch on tensor values, so `torch.export` can trace it.
-
-    Args:
-        networks: the trained networks.
-        heads: heads from `find_heads`, or None to capture only the outputs. In that case, call `check_logits` on the result.
-        inputs: one batch of inputs.
-        likelihood: likelihood of the labels given the outputs.
+    Where the head is None, only the outputs are captured; call `check_logits` on the result. Call this function inside
+    `evaluating(*networks)`. The code does not branch on tensor values, so `torch.export` can trace it.
     """
     features = []
     outputs = []

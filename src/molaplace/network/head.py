@@ -198,13 +198,9 @@ def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
 def find_head(
     network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
 ) -> Head:
-    """Run one forward pass and find the layer whose output is the network's output. Call this function inside `evaluating(network)`.
+    """Run one forward pass and find the layer whose output is the network's output; raise `HeadError` unless it has the given name.
 
-    Args:
-        network: a trained network.
-        inputs: one batch of inputs.
-        name: dotted name of the layer that must be the head; by default, the head is found automatically.
-        likelihood: likelihood of the labels given the outputs, used to check the outputs.
+    Call this function inside `evaluating(network)`.
     """
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):

@@ -24,12 +24,8 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
     """Raise a `DataError` that states the correct order if the labels are clearly in a different order from the outputs.
 
     Each label is matched with the class most often predicted for it. There are so many possible orders that, with few data, some order
-    always fits well. The order found must therefore fit better than the best of all orders would by chance.
-
-    Args:
-        targets: labels (n,).
-        predicted: the classes (n,) predicted by each network.
-        where: name of the loader, for messages.
+    always fits well. The order found must therefore fit better than the best of all orders would by chance. `predicted` holds the
+    classes (n,) predicted by each network.
     """
     agreement = [float((targets == classes).double().mean()) for classes in predicted]
     for index, classes in enumerate(predicted):

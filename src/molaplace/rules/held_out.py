@@ -163,12 +163,7 @@ class HeldOut(Rows):
 
 
 def feature_scales(logs: Tensor, distances: Sequence[ClassDistance]) -> Reference:
-    """Return, for each network, the median distance and the 99 % quantile of the feature norms.
-
-    Args:
-        logs: log distances and log norms (2K, n) of the validation data.
-        distances: the distances of each network's features.
-    """
+    """Return each network's median distance and 99 % quantile of the norms, given log distances and log norms (2K, n)."""
     medians = np.quantile(logs[: len(distances)].numpy(), 0.5, axis=1)
     norms = np.quantile(logs[len(distances) :].numpy(), LONG, axis=1)
     scales = []
@@ -199,15 +194,8 @@ def read_held_out(
 ) -> HeldOut:
     """Run every network once on each batch of a loader, and keep the features, outputs and labels.
 
-    Args:
-        networks: the trained networks.
-        heads: the networks' last layers; None if only outputs are needed.
-        loader: any iterable of batches.
-        likelihood: likelihood of the outputs.
-        where: name of the loader, for messages.
-        labelled: True to require labels in every batch, False to ignore labels, None to read labels if present.
-        progress: show a progress bar.
-        team: processes among which the data are divided; by default, only this process.
+    Heads are None if only outputs are needed. Labels are required if `labelled` is True, ignored if it is False, and otherwise read if
+    present. `where` names the loader in messages.
     """
     check_loader(loader, where)
     team = Team.single() if team is None else team
