@@ -39,6 +39,11 @@ AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
 WIDE = ("component_variance", "component_noise")
 """Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
 
+NO_DISTANCES = (
+    "there are no distances from the training data. Use mola.fit(networks, train_loader, distances=True). Plain ensembles and "
+    "posteriors over whole networks provide no distances."
+)
+
 
 class WeightSamples(NamedTuple):
     """Weights drawn from the mixture."""
@@ -89,7 +94,7 @@ class LaplaceMixture(Predictor):
         self.reference: Reference | None = self._training_reference() if reference is None else reference
         """Typical distances, feature norms and outlier scores, or None if there are no distances."""
         if self.settings.uses_distance and not self.has_distances:
-            raise OptionError(self.why_no_distances())
+            raise OptionError(NO_DISTANCES)
         self.weighting: str = weights if isinstance(weights, str) else "given"
         """How the weights are chosen: "uniform", "evidence" or "given"."""
         if isinstance(weights, Tensor):
@@ -140,10 +145,6 @@ class LaplaceMixture(Predictor):
     def has_distances(self) -> bool:
         """True if the posterior can compute distances from the training classes."""
         return len(self.distances) > 0
-
-    @abstractmethod
-    def why_no_distances(self) -> str:
-        """Return a message that explains why there are no distances from the training data."""
 
     @property
     def noise(self) -> Tensor:
@@ -236,7 +237,7 @@ class LaplaceMixture(Predictor):
         for component, phi in zip(self.components, rows.phi, strict=True):
             layer = component.on(phi.device)
             if layer is None or layer.distance is None:
-                raise OptionError(self.why_no_distances())
+                raise OptionError(NO_DISTANCES)
             pairs.append(layer.distance.logs(phi))
         distances, norms = zip(*pairs, strict=True)
         return torch.stack(distances), torch.stack(norms)
@@ -439,9 +440,9 @@ class LaplaceMixture(Predictor):
                 tuning = team.share(tuning)
         return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
 
-    @abstractmethod
     def reference_on(self, data: HeldOut) -> Reference | None:
         """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
+        return None
 
     def objective(self, data: HeldOut | None) -> Objective:
         """Return what a rule may know of this mixture and of the validation data."""

@@ -45,14 +45,6 @@ class MoLA(LaplaceMixture):
         head = self.components[0].head
         return head is not None and head.dense_axes > 0
 
-    def why_no_distances(self) -> str:
-        """Return a message that explains why there are no distances from the training data."""
-        if self.components[0].layer is None:
-            return (
-                "a plain ensemble provides no distances from the training data. Use mola.fit(networks, train_loader)."
-            )
-        return "this posterior was fitted with distances=False. Fit again with distances=True to use distances."
-
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:

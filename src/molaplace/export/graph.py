@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
+from molaplace.laplace_mixture import NO_DISTANCES
 from molaplace.network import Inputs
 from molaplace.network.calling import LABELS, signature_of
 from molaplace.options import did_you_mean
@@ -132,7 +133,7 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
             argument="outputs",
         )
     if "distance" in wanted and not posterior.has_distances:
-        raise OptionError(f"cannot contain 'distance': {posterior.why_no_distances()}", argument="outputs")
+        raise OptionError(f"cannot contain 'distance': {NO_DISTANCES}", argument="outputs")
     return tuple(name for name in known if name in wanted)
 
 

@@ -93,10 +93,6 @@ class WholeMoLA(LaplaceMixture):
         """Number of uncertain weights in each network."""
         return tuple(component.require_layer("a size").weights.numel() for component in self.components)
 
-    def why_no_distances(self) -> str:
-        """Return a message that explains why there are no distances from the training data."""
-        return "a posterior over whole networks provides no distances from the training data. Use mola.fit, which computes distances."
-
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def capture(self, inputs: Inputs) -> Captured:
@@ -134,10 +130,6 @@ class WholeMoLA(LaplaceMixture):
         return Prediction(fields, likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
-
-    def reference_on(self, data: HeldOut) -> None:
-        """Return None, because there are no distances."""
-        return
 
     def read(self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool | None, **options: Any) -> HeldOut:
         """Run the networks once on each batch of a loader, and keep the inputs, outputs and labels."""
