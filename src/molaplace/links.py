@@ -20,7 +20,7 @@ from torch import Tensor
 
 from molaplace.errors import OptionError
 from molaplace.likelihoods import InverseLink, Likelihood, OutputSpread
-from molaplace.numerics import check_seed, standard_normals
+from molaplace.numerics import standard_normals
 from molaplace.options import one_of, resolve, whole_number
 
 __all__ = ["Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit"]
@@ -217,7 +217,7 @@ class MonteCarlo(Link):
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", whole_number(self.samples, "samples"))
         one_of(self.over, ("logits", "weights"), "over")
-        check_seed(self.seed)
+        whole_number(self.seed, "seed", 0)
 
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None

@@ -79,10 +79,3 @@ def check_generator(generator: torch.Generator | None) -> None:
             f"must be on the CPU, so that draws are the same on every device; got {generator.device}.",
             argument="generator",
         )
-
-
-def check_seed(seed: int) -> int:
-    """Return the seed; raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise OptionError(f"must be an integer from 0 to 2^63 - 1, got {seed!r}.", argument="seed")
-    return seed
