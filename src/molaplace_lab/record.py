@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from molaplace.errors import StorageError
-from molaplace.evaluation import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult
-from molaplace.saving.schema import check
+from molaplace.evaluation import Examples, LabelledResult, OutlierResult
 
 FORMAT = "mola-bench"
 VERSION = 1
+
+LABELLED = ("level", "count", "metrics", "reliability", "histogram", "types")
+OUTLIERS = ("count", "confidence", "scores", "histogram")
+"""Entries of the results in a suite's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,10 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name in ("labelled", "outliers"):
-            document[name] = {
-                one: {key: value for key, value in result.items() if key in ENTRIES[name] and (key != "types" or value)}
-                for one, result in document[name].items()
+        for entry, kept in (("labelled", LABELLED), ("outliers", OUTLIERS)):
+            document[entry] = {
+                name: {key: result[key] for key in kept if key != "types" or result[key]}
+                for name, result in document[entry].items()
             }
         del document["overlap"]
         if not self.measures:
@@ -65,51 +67,8 @@ class Record:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
         """Create a record from JSON values returned by `to_json`."""
-        check(document, SCHEMA, "")
-        for name, known in ENTRIES.items():
-            if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
-                raise StorageError(f"the record is damaged: {name!r} has unknown entries {unknown[:3]}.")
-        results = [*document["labelled"].values(), *document["outliers"].values()]
-        if any(len(one["histogram"]) not in (0, CONFIDENCE_BINS) for one in results):
-            raise StorageError(f"the record is damaged: expected histograms with {CONFIDENCE_BINS} bins.")
-        for name, one in document["labelled"].items():
-            check(one.get("types", {}), NUMBERS, f"labelled.{name}.types")
-            if any(len(row) != 3 for row in one["reliability"]):
-                raise StorageError("the record is damaged: expected three numbers for each reliability bin.")
-        check(document.get("measures", {}), NUMBERS, "measures")
-        made = {"labelled": LabelledResult, "outliers": OutlierResult, "examples": Examples}
-        plain = {one.name: document[one.name] for one in fields(cls) if one.name in SCHEMA}
-        plain |= {kind: {name: make(**one) for name, one in document[kind].items()} for kind, make in made.items()}
-        return cls(**plain, measures=document.get("measures", {}))
-
-
-NUMBERS: dict[Any, Any] = {str: {str: float}}
-
-SCHEMA: dict[str, Any] = {
-    "suite": str,
-    "method": str,
-    "group": str,
-    "run": int,
-    "settings": {},
-    "networks": [str],
-    "data": {str: str},
-    "chosen": {},
-    "seconds": {str: float},
-    "labelled": {
-        str: {
-            "level": float,
-            "count": int,
-            "metrics": {str: float},
-            "reliability": [[float]],
-            "histogram": [int],
-        }
-    },
-    "outliers": {str: {"count": int, "confidence": float, "scores": {str: {str: float}}, "histogram": [int]}},
-    "examples": {str: {"confidence": [float], "label": [int]}},
-    "environment": {},
-}
-
-
-ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
-ENTRIES["labelled"].add("types")
-"""Names of the entries that each type of result may have in a suite's record."""
+        values = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        results = {"labelled": LabelledResult, "outliers": OutlierResult, "examples": Examples}
+        for entry, result in results.items():
+            values[entry] = {name: result(**described) for name, described in document[entry].items()}
+        return cls(**values)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from molaplace.errors import StorageError
+from molaplace.saving.schema import SEAL
 from molaplace_lab.files import read_json, write_json
 from molaplace_lab.record import FORMAT, VERSION, Record
 
@@ -81,11 +82,7 @@ def _slug(method: str) -> str:
 
 def read_record(path: Path) -> Record:
     """Read a record from a file, or raise a `StorageError` that names the file."""
-    document = _read(path)
-    try:
-        return Record.from_json(document)
-    except StorageError as error:
-        raise StorageError(f"{path}: {error} {AGAIN}") from error
+    return Record.from_json(_read(path))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -93,8 +90,8 @@ def _read(path: Path) -> dict[str, Any]:
         document = read_json(path)
     except StorageError as error:
         raise StorageError(f"{error} {AGAIN}") from error
-    if document.get("format") != FORMAT:
-        raise StorageError(f"{path} is not a benchmark result: expected format {FORMAT!r}.")
+    if document.get("format") != FORMAT or SEAL not in document:
+        raise StorageError(f"{path} is not a benchmark result: expected format {FORMAT!r} and a checksum.")
     if document.get("version") != VERSION:
         raise StorageError(
             f"{path} has version {document.get('version')!r}; this release of molaplace reads version {VERSION}. "

@@ -12,6 +12,7 @@ import pytest
 
 from molaplace.errors import StorageError
 from molaplace_lab.__main__ import main
+from molaplace_lab.files import write_json
 from molaplace_lab.record import Record
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables
@@ -20,23 +21,19 @@ from tests.made_up_results import QUALITY, make_store, record
 
 
 def change(path: Path, **entries):
-    document = {**json.loads(path.read_text()), **entries}
-    document.pop("sha256", None)  # as if written by hand: the content is checked
-    path.write_text(json.dumps(document))
+    """As if the runner had written this."""
+    write_json(path, {**json.loads(path.read_text()), **entries})
 
 
 def damage(path: Path, how: str):
-    document = json.loads(path.read_text())
-    test = document["labelled"]["test"]
     if how == "cut":
         path.write_text(path.read_text()[:100])
     elif how == "edited":
-        path.write_text(path.read_text().replace('"run": ', '"run": 1', 1))
-    elif how == "version":
-        change(path, version=99)
+        path.write_text(path.read_text().replace("1", "2", 1))
+    elif how == "unsealed":
+        path.write_text(path.read_text().replace('"sha256"', '"sum"'))
     else:
-        wrong = {"count": "many", "histogram": [1, 2], "reliability": [[1.0, 2.0]], "colour": "red"}
-        change(path, labelled={"test": {**test, how: wrong[how]}})
+        change(path, version=99)
 
 
 def test_a_record_survives_the_store(tmp_path):
@@ -52,7 +49,7 @@ def test_a_record_survives_the_store(tmp_path):
         store.suites()
 
 
-@pytest.mark.parametrize("how", ["cut", "edited", "version", "count", "histogram", "reliability", "colour"])
+@pytest.mark.parametrize("how", ["cut", "edited", "unsealed", "version"])
 def test_a_damaged_record_is_left_out_and_named(tmp_path, how):
     store = make_store(tmp_path, runs=3, ablations=False)
     whole = read_suites(tmp_path)[0]
@@ -67,12 +64,11 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path, how):
     assert str(path) in page[page.index("Compare with care") :]
 
 
-@pytest.mark.parametrize("how", ["cut", "count"])
-def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
+def test_only_damaged_records_are_an_error(tmp_path, capsys, monkeypatch):
     store = make_store(tmp_path, runs=1, ablations=False)
     paths = [store.path("mnist", method, 0) for method in QUALITY]
     for path in paths:
-        damage(path, how)
+        damage(path, "cut")
     with pytest.raises(StorageError, match=f"none of the {len(paths)} records"):
         read_suites(tmp_path)
     output = tmp_path / "out"
@@ -85,20 +81,14 @@ def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "words"),
-    [
-        ("suite.json", {"sets": 3}, "sets"),
-        ("suite.json", {"version": 2}, "version 2"),
-        ("cost.json", {"rows": [{"method": "MAP"}]}, "fit_seconds"),
-    ],
-)
-def test_a_damaged_document_is_named(tmp_path, name, entries, words):
+@pytest.mark.parametrize("name", ["suite.json", "cost.json"])
+@pytest.mark.parametrize("how", ["cut", "edited", "unsealed", "version"])
+def test_a_damaged_document_is_named(tmp_path, name, how):
     make_store(tmp_path, runs=1, ablations=False)
-    change(tmp_path / "mnist" / name, **entries)
-    with pytest.raises(StorageError, match=words) as caught:
+    path = tmp_path / "mnist" / name
+    damage(path, how)
+    with pytest.raises(StorageError, match=re.escape(str(path))):
         read_suites(tmp_path)
-    assert str(tmp_path / "mnist" / name) in str(caught.value)
 
 
 @pytest.mark.parametrize(

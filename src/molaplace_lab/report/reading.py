@@ -14,7 +14,6 @@ import numpy as np
 from molaplace.errors import StorageError
 from molaplace.evaluation import Pictures, Role, SetInfo
 from molaplace.options import one_of
-from molaplace.saving.schema import Optional, check
 from molaplace_lab.record import Record
 from molaplace_lab.store import COST, SUITE, Store, read_record
 
@@ -43,26 +42,6 @@ SCORE_ORDER = (
     "Mahalanobis++",
     "nearest neighbours",
 )
-
-SUITE_SCHEMA: dict[str, Any] = {
-    "title": str,
-    "network": str,
-    "components": int,
-    "threshold": Optional(float),
-    "shift": Optional({"title": str, "axis": str}),
-    "sets": {str: {"title": str, "role": str, "count": int}},
-    "examples": {str: {"shape": [int], "pixels": str}},
-    "classes": [str],
-    "notes": [str],
-}
-
-COST_SCHEMA: dict[str, Any] = {
-    "rows": [{"method": str, "fit_seconds": Optional(float), "predict_seconds": float, "bytes": int}],
-    "settings": {},
-    "environment": {},
-}
-
-AGAIN = "Run the suite again; finished records are kept."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +103,8 @@ def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteRes
 
 
 def _read_suite(store: Store, name: str) -> SuiteResults:
-    document = _document(store, name, SUITE, SUITE_SCHEMA) or {}
-    cost = _document(store, name, COST, COST_SCHEMA) or {"rows": [], "settings": {}, "environment": {}}
+    document = store.read_document(name, SUITE) or {}
+    cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
     records, unread = _readable_records(store, name)
     overlap = _overlap(document)
     records.sort(key=lambda record: (record.group, *_rank(record.method), record.run))
@@ -152,16 +131,6 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
         warnings=(*unread, *_disagreements(name, records)),
     )
-
-
-def _document(store: Store, suite: str, name: str, schema: dict[str, Any]) -> dict[str, Any] | None:
-    document = store.read_document(suite, name)
-    try:
-        if document is not None:
-            check(document, schema, "")
-    except StorageError as error:
-        raise StorageError(f"{store.directory / suite / name}: {error} {AGAIN}") from error
-    return document
 
 
 def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
