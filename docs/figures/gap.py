@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import molaplace as mola
-from molaplace_lab.training import Labelled, Recipe, train_mlps
+from molaplace_lab.training import LabelledData, Recipe, train_mlps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     train, held = data(240, 0), data(80, 1)
     recipe = Recipe(epochs=200, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
-    networks = train_mlps(1, (50,), 1, Labelled(*train), recipe, members=5, seed=0, loss="squared-error")
+    networks = train_mlps(1, (50,), 1, LabelledData(*train), recipe, members=5, seed=0, loss="squared-error")
     plain = mola.calibration.scale_noise(mola.ensemble(networks, likelihood="gaussian"), [held])
     common = {"structure": "kron-exact", "likelihood": "gaussian", "progress": False}
     methods = {

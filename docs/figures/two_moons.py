@@ -19,7 +19,7 @@ from molaplace.demo import two_moons
 from molaplace.errors import MolaWarning
 from molaplace.metrics import mean_confidence, negative_log_likelihood
 from molaplace.report.style import INK, Figure, as_png, canvas, colours, drawing
-from molaplace_lab.training import Labelled, Recipe, mlp, train_ensemble
+from molaplace_lab.training import LabelledData, Recipe, mlp, train_ensemble
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150
@@ -39,7 +39,7 @@ def build() -> nn.Sequential:
     return mlp(2, (64, 64), 2)
 
 
-def draw(wide: bool, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
+def draw(wide: bool, maps: dict[str, np.ndarray], data: LabelledData) -> Figure:
     """Draw a map of each predictor's confidence over the plane, on a common colour scale."""
     figure, panels = canvas(1, 4, 2.75, 10.4) if wide else canvas(2, 2, 2.35, 4.4)
     figure.set_layout_engine("compressed")  # makes the colour bar as tall as the square panels

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from molaplace.demo import digits_network
 from molaplace.errors import OptionError, importing
 from molaplace.options import one_of
-from molaplace_lab.training import digits_mlp
 
 DROPOUT = 0.3
 """Probability of dropout inside each block of a wide residual network."""
@@ -187,7 +187,7 @@ def _imported_wrn50_2(classes: int) -> nn.Module:
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "mlp": digits_mlp,
+    "mlp": digits_network,
     "lenet": lenet,
     **{f"resnet-{depth}": partial(CifarResNet, depth) for depth in (20, 32, 44, 56, 110)},
     "wrn-16-4": wrn16_4,

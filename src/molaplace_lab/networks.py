@@ -25,7 +25,7 @@ from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network, Progress
 from molaplace_lab.checksums import data_checksum, network_checksum
 from molaplace_lab.suite import DataOptions, Suite
-from molaplace_lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
+from molaplace_lab.training import LabelledData, Recipe, TrainingCheckpoint, member_seeds, train
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
@@ -66,7 +66,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     assert training.suite.training_data is not None  # checked by `Training`
     data = training.suite.training_data(training.options, training.recipe)
     images = data_checksum(data.data.inputs, data.data.labels)
-    moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
+    moved = LabelledData(data.data.inputs.to(training.device), data.data.labels.to(training.device))
     team = team or Team.single()
     paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]
     seeds = member_seeds(training.count, training.seed)

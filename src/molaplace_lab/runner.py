@@ -38,7 +38,7 @@ from molaplace_lab.methods import Method
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData
-from molaplace_lab.training import Labelled
+from molaplace_lab.training import LabelledData
 
 PROTOCOL = 1
 """Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
@@ -117,7 +117,7 @@ class Plan:
             raise OptionError(f"the {self.suite.name} suite has no data for training SWAG or MIMO.")
         training = self.suite.training_data(self.options, self.suite.recipe)
         return TrainingData(
-            Labelled(training.data.inputs.to(device), training.data.labels.to(device)), training.prepare
+            LabelledData(training.data.inputs.to(device), training.data.labels.to(device)), training.prepare
         )
 
     def experiment(self) -> dict[str, Any]:

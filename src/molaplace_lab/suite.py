@@ -16,7 +16,7 @@ from molaplace.imported import import_builder
 from molaplace.options import one_of
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
-from molaplace_lab.training import Labelled, Loader, Recipe, Shuffled
+from molaplace_lab.training import LabelledData, Loader, Recipe, Shuffled
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class DataOptions:
 class TrainingData:
     """Training data in memory."""
 
-    data: Labelled
+    data: LabelledData
     prepare: Callable[[Tensor], Tensor]
     """Function that turns a batch into network inputs, including augmentation; it may draw from torch's random state."""
-    loader: Callable[[Labelled, int, Callable[[Tensor], Tensor]], Loader] = Shuffled
+    loader: Callable[[LabelledData, int, Callable[[Tensor], Tensor]], Loader] = Shuffled
     """Function that divides the data into the batches of an epoch, in random order."""
     describe: Callable[[nn.Module], dict[str, Any]] = lambda network: {}
     """Function that returns facts about a trained network, as JSON values, to store with its weights."""

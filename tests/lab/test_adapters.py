@@ -15,7 +15,7 @@ from molaplace_lab.networks import Training, find_networks, train_networks
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.clinc import CLINC_LORA
-from molaplace_lab.training import Labelled, ShuffledByLength, adapted_encoder, adapters, token_ids
+from molaplace_lab.training import LabelledData, ShuffledByLength, adapted_encoder, adapters, token_ids
 from tests.closeness import assert_close
 from tests.lab.test_clinc import WORDS, write_requests
 
@@ -55,7 +55,7 @@ def test_batches_hold_every_row_once_and_little_padding():
     torch.manual_seed(0)
     lengths = torch.randint(1, 30, (1000,))
     ids = (torch.arange(30) < lengths.unsqueeze(1)).long()
-    loader = ShuffledByLength(Labelled(ids, torch.arange(1000)), 32)
+    loader = ShuffledByLength(LabelledData(ids, torch.arange(1000)), 32)
     batches = list(loader)
     assert len(batches) == len(loader)
     assert torch.cat([labels for _, labels in batches]).sort().values.equal(torch.arange(1000))

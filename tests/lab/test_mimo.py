@@ -13,7 +13,7 @@ import molaplace as mola
 from molaplace.errors import MolaWarning, OptionError, StorageError
 from molaplace.rules import Threshold
 from molaplace_lab.mimo import Mimo, member_rows, train_mimo
-from molaplace_lab.training import Labelled, Shuffled
+from molaplace_lab.training import LabelledData, Shuffled
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 
@@ -44,7 +44,7 @@ def optimiser(parameters):
 def trained(members=3, epochs=3, **options):
     inputs, labels = images()
     mimo = Mimo(conv_net(), members, example=inputs[:2])
-    loader = Shuffled(Labelled(inputs, labels), 8)
+    loader = Shuffled(LabelledData(inputs, labels), 8)
     return train_mimo(mimo, loader, epochs=epochs, optimiser=optimiser, progress=False, **options)
 
 

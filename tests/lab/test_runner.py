@@ -23,7 +23,7 @@ from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions, Suite, TrainingData
 from molaplace_lab.suites.image_sources import image_source
-from molaplace_lab.training import Labelled, Recipe, mlp
+from molaplace_lab.training import LabelledData, Recipe, mlp
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
@@ -72,7 +72,7 @@ SUITE = Suite(
     shift={"title": "Noisy blobs", "axis": "level"},
     make_sources=sources,
     training_data=lambda options, recipe: TrainingData(
-        Labelled(images(120, 0).pixels, images(120, 0).labels), normalisation("none")
+        LabelledData(images(120, 0).pixels, images(120, 0).labels), normalisation("none")
     ),
     components=2,
 )

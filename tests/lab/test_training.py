@@ -13,7 +13,7 @@ from molaplace.errors import DataError, OptionError, StorageError
 from molaplace_lab.mimo import Mimo, train_mimo
 from molaplace_lab.swag import fit_moments, fit_swag
 from molaplace_lab.training import (
-    Labelled,
+    LabelledData,
     Recipe,
     Shuffled,
     TrainingCheckpoint,
@@ -163,7 +163,7 @@ def test_wrong_data_and_learning_rates_are_named():
     wild = Recipe(epochs=3, learning_rate=1e30, optimiser="sgd")
     with pytest.raises(DataError, match="lower learning rate"):
         train(_build, DATA, wild, seed=0)
-    holes = Labelled(DATA.inputs.masked_fill(DATA.inputs > 1, torch.nan), DATA.labels)
+    holes = LabelledData(DATA.inputs.masked_fill(DATA.inputs > 1, torch.nan), DATA.labels)
     with pytest.raises(DataError, match="NaN"):
         train(_build, holes, Recipe(epochs=1), seed=0)
 
@@ -171,7 +171,7 @@ def test_wrong_data_and_learning_rates_are_named():
 @pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
 def test_side_by_side_perceptrons_are_those_of_the_loop(optimiser):
     recipe = Recipe(epochs=3, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
-    data = Labelled(DATA.inputs.double(), DATA.labels)
+    data = LabelledData(DATA.inputs.double(), DATA.labels)
     together = train_mlps(2, (16,), 2, data, recipe, members=2, seed=3)
     for one, other in zip(together, train_ensemble(_build, data, recipe, members=2, seed=3), strict=True):
         torch.testing.assert_close(_weights(one), _weights(other))

@@ -7,8 +7,9 @@ value range, so neither property distinguishes them from digits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ they show textures as well as whole petals and roofs."""
 
 HIDDEN = (256, 256)
 """Widths of the hidden layers of the networks for the digits."""
+
+WEIGHT_DECAY = 1e-2
+
+LOSS = partial(functional.cross_entropy, reduction="none")
 
 
 def _sklearn(feature: str) -> Any:
@@ -78,37 +83,6 @@ def digits_network(classes: int = CLASSES) -> nn.Sequential:
     return mlp(SIDE * SIDE, HIDDEN, classes, bias=False)
 
 
-def train_networks(
-    data: LabelledData,
-    outputs: int,
-    *,
-    hidden: Sequence[int],
-    members: int,
-    seed: int,
-    epochs: int,
-    batch_size: int = 64,
-    learning_rate: float = 3e-3,
-    bias: bool = False,
-    on_epoch: Callable[[int], None] = lambda epoch: None,
-) -> list[nn.Sequential]:
-    """Train an ensemble of perceptrons; `on_epoch` is called with the number of completed epochs."""
-    return train_mlps(
-        data.inputs.flatten(1),
-        data.labels,
-        outputs,
-        lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
-        hidden=hidden,
-        members=members,
-        seed=seed,
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=1e-2,
-        bias=bias,
-        on_epoch=on_epoch,
-    )
-
-
 def train_digits(
     data: LabelledData,
     *,
@@ -118,7 +92,21 @@ def train_digits(
     on_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> list[nn.Sequential]:
     """Train networks like `digits_network`, which differ only in their seeds, with little regularisation."""
-    return train_networks(data, CLASSES, hidden=HIDDEN, members=members, seed=seed, epochs=epochs, on_epoch=on_epoch)
+    return train_mlps(
+        data.inputs.flatten(1),
+        data.labels,
+        CLASSES,
+        LOSS,
+        hidden=HIDDEN,
+        members=members,
+        seed=seed,
+        epochs=epochs,
+        batch_size=64,
+        learning_rate=3e-3,
+        weight_decay=WEIGHT_DECAY,
+        bias=False,
+        on_epoch=on_epoch,
+    )
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> LabelledData:

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.calibration import temperature_scaled
 from molaplace.demo.data import (
+    LOSS,
+    WEIGHT_DECAY,
     Digits,
     load_digits,
     natural_patches,
     rotate,
     train_digits,
-    train_networks,
     two_moons,
     uniform_noise,
 )
@@ -40,6 +41,7 @@ from molaplace.evaluation import (
     outlier_scores,
 )
 from molaplace.metrics import mean_confidence
+from molaplace.perceptrons import train_mlps
 from molaplace.posterior import MoLA
 
 PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
@@ -248,15 +250,18 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int], None]) -> MoonsR
     """Train an ensemble on two moons, fit and tune a posterior, and map each method's confidence far beyond the data."""
     data = two_moons(POINTS, seed=2 * settings.seed)
     validation = two_moons(POINTS, seed=2 * settings.seed + 1)
-    networks = train_networks(
-        data,
+    networks = train_mlps(
+        data.inputs,
+        data.labels,
         2,
+        LOSS,
         hidden=(64, 64),
         members=settings.members,
         seed=settings.seed,
         epochs=settings.moons_epochs,
         batch_size=POINTS // 2,
         learning_rate=1e-2,
+        weight_decay=WEIGHT_DECAY,
         bias=True,  # without biases, the predicted class would be constant along a ray from the origin
         on_epoch=on_epoch,
     )

@@ -30,7 +30,7 @@ from molaplace_lab.suite import (
     TrainingData,
 )
 from molaplace_lab.training import (
-    Labelled,
+    LabelledData,
     Recipe,
     ShuffledByLength,
     adapted_encoder,
@@ -48,20 +48,20 @@ OUTSIDE_VALIDATION = "out of scope, validation"
 
 
 @cache
-def _features(requests: Requests) -> Labelled:
-    return Labelled(embed(requests.sentences), torch.tensor(requests.labels))
+def _features(requests: Requests) -> LabelledData:
+    return LabelledData(embed(requests.sentences), torch.tensor(requests.labels))
 
 
 @cache
-def _tokens(requests: Requests) -> Labelled:
-    return Labelled(token_ids(requests.sentences), torch.tensor(requests.labels))
+def _tokens(requests: Requests) -> LabelledData:
+    return LabelledData(token_ids(requests.sentences), torch.tensor(requests.labels))
 
 
-Rows = Callable[[Requests], Labelled]
+Rows = Callable[[Requests], LabelledData]
 """Function that turns requests into the networks' inputs, one row for each."""
 
 
-def _read(options: DataOptions, rows_of: Rows) -> dict[str, Labelled]:
+def _read(options: DataOptions, rows_of: Rows) -> dict[str, LabelledData]:
     if options.normalisation is not None:
         raise OptionError(
             f"the normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
@@ -71,13 +71,13 @@ def _read(options: DataOptions, rows_of: Rows) -> dict[str, Labelled]:
     for part, requests in load_clinc150(options.directory).items():
         rows = rows_of(requests)
         places = even_indices(len(rows), min(len(rows), limits.get(part) or len(rows)))
-        parts[part] = Labelled(rows.inputs[places], rows.labels[places])
+        parts[part] = LabelledData(rows.inputs[places], rows.labels[places])
     return parts
 
 
-def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
+def _source(name: str, title: str, role: Role, rows: LabelledData) -> Source:
     def read(places: Sequence[int]) -> Batches:
-        return Labelled(rows.inputs[list(places)], rows.labels[list(places)]).batches(BATCH)
+        return LabelledData(rows.inputs[list(places)], rows.labels[list(places)]).batches(BATCH)
 
     digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
     return Source(name, title, role, len(rows), checksum("sentences", digest), read, show=None)
@@ -87,7 +87,7 @@ def _sources(options: DataOptions, rows_of: Rows) -> dict[str, Source]:
     parts = _read(options, rows_of)
     outside = parts["oos_val"]
     # Out-of-scope requests have no class, so only their rejections are counted.
-    unknown = Labelled(outside.inputs, torch.zeros_like(outside.labels))
+    unknown = LabelledData(outside.inputs, torch.zeros_like(outside.labels))
     return {
         "train": _source("train", "CLINC150 train", "train", parts["train"]),
         "validation": _source("validation", "CLINC150 validation", "validation", parts["val"]),

@@ -7,12 +7,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from molaplace.demo import load_digits, natural_patches, uniform_noise
+from molaplace.demo import digits_network, load_digits, natural_patches, uniform_noise
 from molaplace.evaluation import Role
 from molaplace.images import Images
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget
 from molaplace_lab.suites.image_sources import image_source, rotations, training
-from molaplace_lab.training import Recipe, digits_mlp
+from molaplace_lab.training import Recipe
 
 OUTLIERS = 500
 """Default number of images in each outlier set."""
@@ -49,7 +49,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 DIGITS = Suite(
     name="digits",
     title="Handwritten digits",
-    builders={"mlp": digits_mlp},
+    builders={"mlp": digits_network},
     classes=tuple("0123456789"),
     recipe=Recipe(epochs=60),
     threshold=None,

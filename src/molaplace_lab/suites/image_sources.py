@@ -17,7 +17,7 @@ from molaplace_lab.checksums import checksum, data_checksum
 from molaplace_lab.data.catalogue import DATASETS, has_images, load_images
 from molaplace_lab.data.transforms import ANGLES, flip_and_crop, rotate
 from molaplace_lab.suite import Batches, DataOptions, Source, TrainingData
-from molaplace_lab.training import Labelled, Recipe
+from molaplace_lab.training import LabelledData, Recipe
 
 Change = Callable[[Images], Images]
 
@@ -160,6 +160,6 @@ def training(
             # The training loop seeds torch's generator and stores its state in checkpoints.
             return normalise(flip_and_crop(pixels, torch.default_generator) if recipe.augment else pixels)
 
-        return TrainingData(Labelled(images.pixels, images.labels), prepare)
+        return TrainingData(LabelledData(images.pixels, images.labels), prepare)
 
     return read

@@ -1,5 +1,6 @@
 """Training: networks and ensembles with a recipe. The same seed gives the same weights, even after interruptions."""
 
+from molaplace.demo import LabelledData
 from molaplace.perceptrons import mlp
 from molaplace_lab.training.adapters import ShuffledByLength, adapted_encoder, package_versions, token_ids
 from molaplace_lab.training.loop import (
@@ -14,13 +15,13 @@ from molaplace_lab.training.loop import (
     train_ensemble,
     train_epoch,
 )
-from molaplace_lab.training.recipe import LOSSES, RECIPES, Labelled, Recipe, Shuffled, digits_mlp, train_mlps
+from molaplace_lab.training.recipe import LOSSES, RECIPES, Recipe, Shuffled, train_mlps
 
 __all__ = [
     "LOSSES",
     "RECIPES",
     "DivergedError",
-    "Labelled",
+    "LabelledData",
     "Loader",
     "Recipe",
     "Shuffled",
@@ -28,7 +29,6 @@ __all__ = [
     "TrainingCheckpoint",
     "adapted_encoder",
     "derived_seeds",
-    "digits_mlp",
     "member_seeds",
     "mlp",
     "package_versions",

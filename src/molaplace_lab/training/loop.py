@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from molaplace.demo import LabelledData
 from molaplace.errors import DataError, StorageError
 from molaplace_lab.files import read_tensors, write_tensors
-from molaplace_lab.training.recipe import Labelled, Recipe, Shuffled
+from molaplace_lab.training.recipe import Recipe, Shuffled
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 """Batches of inputs and labels, which can be read several times."""
@@ -210,12 +211,12 @@ def member_seeds(members: int, seed: int) -> list[int]:
 
 def train(
     build: Callable[[], nn.Module],
-    data: Labelled,
+    data: LabelledData,
     recipe: Recipe,
     *,
     seed: int,
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
-    loader: Callable[[Labelled, int, Callable[[Tensor], Tensor]], Loader] = Shuffled,
+    loader: Callable[[LabelledData, int, Callable[[Tensor], Tensor]], Loader] = Shuffled,
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
@@ -260,7 +261,7 @@ def train(
 
 def train_ensemble(
     build: Callable[[], nn.Module],
-    data: Labelled,
+    data: LabelledData,
     recipe: Recipe,
     *,
     members: int,

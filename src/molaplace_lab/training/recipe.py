@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from molaplace import perceptrons
+from molaplace.demo import LabelledData
 from molaplace.errors import OptionError
 from molaplace.options import one_of
 
@@ -27,25 +28,10 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Inputs (n, ...) and labels: class indices (n,) for the categorical likelihood, or targets (n, C) for other likelihoods."""
-
-    inputs: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-        """Return a loader for the data in their original order: a list of batches (inputs, labels)."""
-        return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
-
-
-@dataclass(frozen=True)
 class Shuffled:
     """A loader that yields training data in a new random order on every pass; the order is drawn from torch's random state."""
 
-    data: Labelled
+    data: LabelledData
     batch_size: int
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
     """Function that turns a batch of stored inputs into network inputs."""
@@ -102,11 +88,6 @@ RECIPES: dict[str, Recipe] = {
 """The paper's recipes, keyed by data set."""
 
 
-def digits_mlp(classes: int = 10) -> nn.Sequential:
-    """Build the network for the digits: two hidden layers of width 256 without biases, so that the far-field theory is exact."""
-    return perceptrons.mlp(64, (256, 256), classes, bias=False)
-
-
 LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
@@ -119,7 +100,7 @@ def train_mlps(
     inputs: int,
     hidden: Sequence[int],
     classes: int,
-    data: Labelled,
+    data: LabelledData,
     recipe: Recipe,
     *,
     members: int,

@@ -26,7 +26,7 @@ from molaplace.saving.schema import check
 from molaplace_lab.files import read_json, write_json
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
-from molaplace_lab.training import DivergedError, Labelled, Recipe, Shuffled, train_mlps
+from molaplace_lab.training import DivergedError, LabelledData, Recipe, Shuffled, train_mlps
 from molaplace_lab.uci.data import SETS, Split, UciSet, read_uci
 
 FORMAT = "mola-uci"
@@ -167,7 +167,7 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
         inputs.shape[1],
         (data.hidden,),
         1,
-        Labelled(inputs[fitted], targets[fitted]),
+        LabelledData(inputs[fitted], targets[fitted]),
         RECIPE,
         members=MEMBERS,
         seed=seed,
@@ -195,7 +195,7 @@ def _predictor(
     if method in ("MAP", "DE"):
         return scale_noise(mola.ensemble(networks, likelihood=likelihood), [validation])
     if method == "SWAG":
-        standardised = Labelled(train[0], ((train[1] - split.location) / split.scale).float())
+        standardised = LabelledData(train[0], ((train[1] - split.location) / split.scale).float())
         draws = _swag_draws(networks[0], standardised, seed)
         return scale_noise(mola.ensemble(draws, likelihood=likelihood), [validation])
     rule = "distance" if "distance" in method else "nll"
@@ -203,7 +203,7 @@ def _predictor(
     return mola.fit(networks, [train], [validation], **options)
 
 
-def _swag_draws(network: nn.Module, train: Labelled, seed: int) -> list[nn.Module]:
+def _swag_draws(network: nn.Module, train: LabelledData, seed: int) -> list[nn.Module]:
     loader = Shuffled(train, SWAG_BATCH)
     options: dict[str, Any] = {"epochs": SWAG_EPOCHS, "weight_decay": RECIPE.weight_decay, "loss": "squared-error"}
     for rate in RATES:
