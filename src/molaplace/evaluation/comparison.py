@@ -50,9 +50,6 @@ class RegressionDetail:
 
     coverage: list[list[float | None]]
     """For each central interval: its probability, the share of targets inside it, and the standard error of that share."""
-    spread: dict[str, list[list[float]]]
-    """Calibration of each output's standard deviation. Each group of data points has three entries: its size, the root mean square of
-    the predicted standard deviations, and the root mean squared error."""
     examples: dict[str, list[list[float]]]
     """Examples for each output; an example consists of the target, the predicted mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]

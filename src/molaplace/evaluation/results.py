@@ -75,9 +75,6 @@ CURVE_POINTS = 100
 MOST_TARGETS = 300
 """Maximum number of regression targets shown in a figure; the targets are evenly spaced in the data set."""
 
-SPREAD_BINS = 10
-"""Number of equal-sized groups into which inputs are split by their predicted standard deviation."""
-
 BETTER: dict[str, Better] = {
     "accuracy": "high",
     "rmse": "low",
@@ -194,8 +191,7 @@ def _class_metrics(data: Columns, values: Mapping[str, float], classes: Sequence
     if bool(legacy[:, 0].sum() > 0):  # all bins are empty if every confidence is at least 0.99
         defined |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
     if "yes" in data:
-        by_label = _by_label(data)
-        defined |= {name: float(by_label[name].nanmean()) for name in ("auroc", "average_precision")}
+        defined["average_precision"] = float(_by_label(data)["average_precision"].nanmean())
     elif classes and data.groups is not None:
         defined["miou"] = float(_overlaps(data, len(classes)).nanmean())
     return {name: defined[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(defined.get(name, math.nan))}
@@ -305,24 +301,11 @@ def _regression_detail(predictions: PredictionColumns, names: Sequence[str]) -> 
     measurements = {name: measured(PredictionColumns(columns)) for name, columns in outputs.items()}
     return RegressionDetail(
         coverage=[[level, coverage.value, known_error(coverage)] for level, coverage in coverages.items()],
-        spread={name: _spread(columns) for name, columns in outputs.items()},
         examples={name: _targets(columns) for name, columns in outputs.items()},
         outputs={
             name: OutputResult(_values(by_metric), _errors(by_metric)) for name, by_metric in measurements.items()
         },
     )
-
-
-def _spread(output: Columns) -> list[list[float]]:
-    # For each group, return its size, the root mean square of its predicted standard deviations, and its root mean squared error.
-    std = output["std"]
-    squares = output["square"]
-    # If all standard deviations are equal, use one group, because the errors of several groups would differ only by chance.
-    bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
-    return [
-        [len(rows), math.sqrt(float(std[rows].square().mean())), math.sqrt(float(squares[rows].mean()))]
-        for rows in torch.tensor_split(std.argsort(stable=True), bins)
-    ]
 
 
 def _targets(output: Columns) -> list[list[float]]:

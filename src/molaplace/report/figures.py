@@ -31,14 +31,9 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     if comparison.regression:
         panels = {"networks alone": networks, "with Laplace": with_laplace}
         coverage = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
-        spread = (
-            "Test data in groups of equal size, sorted by predicted standard deviation. A cross marks a method whose standard "
-            "deviation is constant."
-        )
         predicted = "Predicted means and 90 % intervals for some of the test data."
         return {
             "coverage": Planned("Coverage of intervals", coverage, partial(draw_coverage, comparison, panels)),
-            "spread": Planned("Standard deviation and error", spread, partial(draw_spread, comparison)),
             "predicted": Planned("Predictions and targets", predicted, partial(draw_predicted, comparison)),
         }
     bins = {method: result.reliability for method, result in comparison.on_test.items()}
@@ -118,23 +113,6 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
             lines.append(Line(level, covered, method, drawn[method], error))
         drawn_panels.append(Panel(title, lines, settings))
     return draw_panels(drawn_panels)
-
-
-def draw_spread(comparison: Comparison) -> Figure:
-    """Plot the root mean squared error against the predicted standard deviation for the first few outputs."""
-    details = _details(comparison)
-    drawn = strokes(comparison.methods)
-    settings = {"xlabel": "predicted standard deviation", "ylabel": "root mean squared error"}
-    panels = []
-    for output in list(next(iter(details.values())).spread)[:MOST_PANELS]:
-        lines = []
-        for method, detail in details.items():
-            _, predicted, error = np.array(detail.spread[output]).T
-            marker = {"marker": "x", "markersize": 8} if len(error) == 1 else {"marker": "o", "markersize": 3.5}
-            lines.append(Line(predicted, error, method, {**marker, **drawn[method]}))
-        ends = [min(np.min(line.x) for line in lines), max(np.max(line.x) for line in lines)]
-        panels.append(Panel(_output_title(comparison, output), [Line(ends, ends, "", GUIDE), *lines], settings))
-    return draw_panels(panels)
 
 
 def draw_predicted(comparison: Comparison) -> Figure:
