@@ -11,9 +11,10 @@ from rich.markup import escape
 from molaplace.cli.options import option
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder
-from molaplace.demo.report import demo_headlines, demo_tables, tuning_remarks, write_demo
+from molaplace.demo.report import demo_headlines, demo_tables, write_demo
 from molaplace.demo.run import METHODS, DemoSettings, run_demo
 from molaplace.report.tables import print_table
+from molaplace.report.words import evaluation_remarks
 
 FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
@@ -57,7 +58,7 @@ def demo(options: DemoOptions) -> None:
             f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "
             f"{escape(headline.sentence)}"
         )
-    for words in tuning_remarks(result.comparison):
+    for words in evaluation_remarks(result.comparison):
         console.print(escape(words), style="dim")
     console.print(
         f"\nWrote [bold]{escape(str(page))}[/bold], with figures, numbers and the trained networks in the same folder.",

@@ -21,6 +21,7 @@ from molaplace.report.page import page_environment, render_page
 from molaplace.report.pictures import draw_examples, example_sets
 from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Column, Table, columns_on
+from molaplace.report.words import evaluation_remarks
 from molaplace.report.writing import Progress, as_json, draw_figures, no_progress, write_texts, writing_to
 
 ROTATED = {
@@ -105,16 +106,6 @@ def demo_headlines(comparison: Comparison) -> list[Headline]:
     ]
 
 
-def tuning_remarks(comparison: Comparison) -> list[str]:
-    """Return sentences about the tuned values, followed by notes from tuning."""
-    tuned = {method: result.chosen for method, result in comparison.methods.items() if result.chosen}
-    sentences = [
-        f"{method}: prior precision {values['prior_precision'][0]:.3g}, tuned by the rule {values['rule']}."
-        for method, values in tuned.items()
-    ]
-    return [*sentences, *comparison.notes]
-
-
 def demo_remarks(result: DemoResult) -> list[str]:
     """Return the remarks shown at the end of the demo's page: data, networks, tuned values and limitations."""
     sizes = {info.role: info.count for info in result.comparison.sets.values()}
@@ -125,7 +116,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
         f"The networks have {result.comparison.made['parameters']} weights and two hidden layers without biases. They were "
         f"trained for {result.settings.epochs} epochs with little regularisation and are therefore overconfident. "
         f"With strong weight decay, MoLA performs much like the ensemble.",
-        *tuning_remarks(result.comparison),
+        *evaluation_remarks(result.comparison),
         "This is one run with one seed on a small data set, so small differences between methods may change sign with another seed.",
     ]
 

@@ -117,5 +117,7 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 
 
 def _listed(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     texts = [f"{number:.4g}" for number in (value if isinstance(value, list) else [value])]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)  # networks usually share a value
