@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from molaplace.evaluation import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult
+from molaplace.evaluation import Examples, LabelledResult, OutlierResult
+from molaplace.evaluation.comparison import CONFIDENCE_BINS
 from molaplace_lab.record import Record
 from molaplace_lab.store import Store
 

@@ -13,7 +13,6 @@ from molaplace.evaluation.columns import (
     regression_scores,
 )
 from molaplace.evaluation.comparison import (
-    CONFIDENCE_BINS,
     Comparison,
     Examples,
     LabelledResult,
@@ -41,7 +40,6 @@ from molaplace.evaluation.results import (
 __all__ = [
     "CLASSIFICATION_SCORES",
     "CLEAR",
-    "CONFIDENCE_BINS",
     "METRICS",
     "NUM_EXAMPLES",
     "SAME",
