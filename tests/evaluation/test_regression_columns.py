@@ -9,7 +9,7 @@ import torch
 
 from molaplace.evaluation import PredictionColumns, labelled_result, measured, outlier_leads, outlier_result
 from molaplace.evaluation.columns import LEVELS, NOMINAL_LEVELS, DenseRows
-from molaplace.evaluation.results import differences
+from molaplace.evaluation.leads import differences
 from molaplace.likelihoods import BERNOULLI
 from molaplace.prediction import RegressionPrediction
 

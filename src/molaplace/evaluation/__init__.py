@@ -22,19 +22,16 @@ from molaplace.evaluation.comparison import (
     Role,
     SetInfo,
 )
-from molaplace.evaluation.estimates import CLEAR, SAME, Estimate, Lead, Measurement, lead
+from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.evaluation.evaluate import Evaluation, evaluate
+from molaplace.evaluation.leads import CLEAR, SAME, Lead, labelled_leads, lead, outlier_leads
 from molaplace.evaluation.results import (
     METRICS,
     NUM_EXAMPLES,
     compare,
     examples_of,
-    labelled_leads,
     labelled_result,
-    measured,
-    outlier_leads,
     outlier_result,
-    separation,
 )
 
 __all__ = [

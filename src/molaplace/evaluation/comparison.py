@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from molaplace.evaluation.estimates import Lead
+from molaplace.evaluation.leads import Lead
 
 CONFIDENCE_BINS = 50
 """Number of equal-width bins from 0 to 1 in the confidence histograms."""

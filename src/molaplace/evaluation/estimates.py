@@ -1,4 +1,4 @@
-r"""Metrics with standard errors, differences in metrics between predictors on the same data, and clear leads.
+r"""Metrics with standard errors, and differences in metrics between predictors on the same data.
 
 To first order, every metric is a sum of sample means. The samples are the test data and, for outlier scores, the outliers. Datum i
 contributes :math:`m_i` to the mean of its sample, and
@@ -14,14 +14,14 @@ chance alone raises every ECE above 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from molaplace import metrics
+from molaplace.evaluation.columns import INPUT, LEVELS, Columns, PredictionColumns
 
 TPR = 0.95
 """Fraction of the inliers that pass the threshold at which FPR95 is measured."""
@@ -192,68 +192,50 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
     return Measurement(sum(areas) / len(areas), (contributions / len(areas),), (groups,))
 
 
-# --- leads -----------------------------------------------------------------------------------------------------------
-
-CLEAR = 2.0
-"""Number of standard errors by which a method must lead every other method to be marked as best (about 95 % confidence)."""
-
-SAME = 1e-6
-"""Tolerance for ties: two values count as equal if both their difference and its standard error are below this value. Exact equality
-would be too strict, because rounding may swap the ranks of two inputs whose scores are almost equal."""
-
-Name = tuple[str, ...]
-"""Name of an entry: `(method,)` or `(method, score)`."""
-
-Better = Literal["low", "high"]
+# --- metrics of columns ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Lead:
-    """The best method according to a metric, and the evidence that its lead is larger than chance would explain."""
-
-    best: Name
-    value: float
-    level: tuple[Name, ...]
-    """Entries of other methods that tie with the best entry, for example because their scores come from identical logits."""
-    rival: Name | None
-    """The second-best entry if the lead is clear; otherwise, the best entry that is not clearly behind."""
-    ahead: float | None
-    """Lead of the best entry over the rival."""
-    error: float | None
-    """Standard error of `ahead`, or None if it is unknown."""
-    clear: tuple[Name, ...]
-    """Entries that lead all entries of other methods by more than `CLEAR` standard errors of the difference."""
+def mean_column(columns: Columns, name: str) -> Measurement:
+    """Return the mean of a column as a measurement."""
+    return mean_of(columns[name], columns.groups)
 
 
-def lead(measurements: Mapping[Name, Measurement], better: Better) -> Lead:
-    """Compare methods by a metric on the same data; entries of the same method are not compared with each other."""
-    sign = 1 if better == "high" else -1
+def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
+    """Return the metrics on labelled data that have standard errors.
 
-    def advantages(name: Name) -> dict[Name, Estimate]:
-        # Return the lead over each entry of the other methods, without ties.
-        others = {other: measurement for other, measurement in measurements.items() if other[0] != name[0]}
-        leads = {other: measurements[name].minus(measurement).estimate for other, measurement in others.items()}
-        return {
-            other: Estimate(sign * gap.value, gap.error)
-            for other, gap in leads.items()
-            if math.isnan(gap.error) or max(abs(gap.value), gap.error) >= SAME
+    For classification: accuracy, nll, brier, ece, aurc and confidence, and for multi-label data the mean AUROC over labels. For regression:
+    rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
+    """
+    data = predictions.data
+    if "square" in data:
+        measurements = {"rmse": root_mean_of(data["square"], data.groups)}
+        names = {"nll": "nll", "crps": "crps", "std": "std"}
+        names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
+        names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
+    else:
+        measurements = {
+            "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
+            "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
         }
-
-    best = max(measurements, key=lambda name: sign * measurements[name].value)
-    by_name = {name: advantages(name) for name in measurements}
-    clear = tuple(name for name, leads in by_name.items() if leads and min(map(_in_errors, leads.values())) > CLEAR)
-    # If the lead is clear, the rival is the second-best entry; otherwise, it is the best entry that is not clearly behind.
-    leads = by_name[best]
-    near = {name: gap for name, gap in leads.items() if best in clear or _in_errors(gap) <= CLEAR}
-    rival = min(near, key=lambda name: near[name].value, default=None)
-    ahead = None if rival is None else leads[rival].value
-    error = None if rival is None or math.isnan(leads[rival].error) else leads[rival].error
-    level = tuple(name for name in measurements if name[0] != best[0] and name not in leads)
-    return Lead(best, measurements[best].value, level, rival, ahead, error, clear)
+        names = {"accuracy": "correct", "nll": "nll", "brier": "brier", "confidence": "confidence"}
+    measurements |= {name: mean_column(data, column) for name, column in names.items() if column in data}
+    if "yes" in data:
+        area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
+        measurements |= {} if area is None else {"auroc": area}
+    return measurements
 
 
-def _in_errors(gap: Estimate) -> float:
-    # Return a lead in standard errors, or 0 if the error is unknown.
-    if math.isnan(gap.error):
-        return 0.0
-    return math.copysign(math.inf, gap.value) if gap.error == 0 else gap.value / gap.error
+def separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, dict[str, Measurement]]:
+    """Return the AUROC and FPR95 of each outlier score, which show how well the score separates outliers from test data."""
+    groups = (inliers.scores.groups, outliers.scores.groups)
+    names = [name for name in outliers.scores.names if name != INPUT]
+    pairs = {name: (inliers.scores[name], outliers.scores[name]) for name in names}
+    return {
+        name: {"auroc": area_between(*scores, groups), "fpr95": pass_rate(*scores, groups)}
+        for name, scores in pairs.items()
+    }
+
+
+def known_error(measurement: Measurement) -> float | None:
+    """Return the standard error as a plain JSON value: None if it is unknown."""
+    return None if math.isnan(measurement.error) else measurement.error

@@ -20,8 +20,7 @@ from molaplace import metrics
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
 from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
-from molaplace.evaluation.estimates import Estimate, Measurement
-from molaplace.evaluation.results import measured, separation
+from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, check_positions, evaluating

@@ -1,4 +1,4 @@
-"""Metrics computed from columns: measurements with standard errors, results for reports and records, and the best methods."""
+"""Results for reports and records: the metrics of columns as plain values, and the comparison of several methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from molaplace import metrics
 from molaplace.evaluation.columns import (
-    INPUT,
-    LEVELS,
     MOST_OUTPUTS,
     NOMINAL_LEVELS,
     Columns,
@@ -32,20 +30,8 @@ from molaplace.evaluation.comparison import (
     SetInfo,
     SetResult,
 )
-from molaplace.evaluation.estimates import (
-    Better,
-    Lead,
-    Measurement,
-    Name,
-    area_between,
-    calibration_error,
-    lead,
-    mean_area_of_labels,
-    mean_of,
-    pass_rate,
-    risk_area,
-    root_mean_of,
-)
+from molaplace.evaluation.estimates import Measurement, known_error, mean_column, measured, separation
+from molaplace.evaluation.leads import differences, labelled_leads, outlier_leads
 
 METRICS = (
     "accuracy",
@@ -75,60 +61,8 @@ CURVE_POINTS = 100
 MOST_TARGETS = 300
 """Maximum number of regression targets shown in a figure; the targets are evenly spaced in the data set."""
 
-BETTER: dict[str, Better] = {
-    "accuracy": "high",
-    "rmse": "low",
-    "nll": "low",
-    "crps": "low",
-    "brier": "low",
-    "ece": "low",
-    "auroc": "high",
-}
-"""Metrics by which methods are compared, and whether low or high values are better."""
 
-
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-
-def mean_column(columns: Columns, name: str) -> Measurement:
-    """Return the mean of a column as a measurement."""
-    return mean_of(columns[name], columns.groups)
-
-
-def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
-    """Return the metrics on labelled data that have standard errors.
-
-    For classification: accuracy, nll, brier, ece, aurc and confidence, and for multi-label data the mean AUROC over labels. For regression:
-    rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
-    """
-    data = predictions.data
-    if "square" in data:
-        measurements = {"rmse": root_mean_of(data["square"], data.groups)}
-        names = {"nll": "nll", "crps": "crps", "std": "std"}
-        names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
-        names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
-    else:
-        measurements = {
-            "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
-            "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
-        }
-        names = {"accuracy": "correct", "nll": "nll", "brier": "brier", "confidence": "confidence"}
-    measurements |= {name: mean_column(data, column) for name, column in names.items() if column in data}
-    if "yes" in data:
-        area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
-        measurements |= {} if area is None else {"auroc": area}
-    return measurements
-
-
-def separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, dict[str, Measurement]]:
-    """Return the AUROC and FPR95 of each outlier score, which show how well the score separates outliers from test data."""
-    groups = (inliers.scores.groups, outliers.scores.groups)
-    names = [name for name in outliers.scores.names if name != INPUT]
-    pairs = {name: (inliers.scores[name], outliers.scores[name]) for name in names}
-    return {
-        name: {"auroc": area_between(*scores, groups), "fpr95": pass_rate(*scores, groups)}
-        for name, scores in pairs.items()
-    }
+# --- plain values -----------------------------------------------------------------------------------------------------
 
 
 def _values(measurements: Mapping[str, Measurement]) -> dict[str, float]:
@@ -137,11 +71,6 @@ def _values(measurements: Mapping[str, Measurement]) -> dict[str, float]:
 
 def _errors(measurements: Mapping[str, Measurement]) -> dict[str, float | None]:
     return {name: known_error(measurement) for name, measurement in measurements.items()}
-
-
-def known_error(measurement: Measurement) -> float | None:
-    """Return the standard error as a plain JSON value: None if it is unknown."""
-    return None if math.isnan(measurement.error) else measurement.error
 
 
 # --- labelled data ---------------------------------------------------------------------------------------------------
@@ -399,47 +328,3 @@ def compare(
         differences=differences(inliers, own),
         **entries,
     )
-
-
-def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
-    """Return the best method on labelled data for each metric in `BETTER` that all methods have."""
-    measurements = {method: measured(predictions) for method, predictions in methods.items()}
-    return {
-        name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, better)
-        for name, better in BETTER.items()
-        if all(name in metrics_of for metrics_of in measurements.values())
-    }
-
-
-def differences(
-    methods: Mapping[str, PredictionColumns], reference: str
-) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return the nll (for regression, also rmse and crps) of every other method minus that of `reference`, with standard errors."""
-    measurements = {method: measured(predictions) for method, predictions in methods.items()}
-    base = measurements.pop(reference)
-    gaps: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for method, metrics_of in measurements.items():
-        by_metric = {name: metrics_of[name].minus(base[name]) for name in ("rmse", "nll", "crps") if name in base}
-        gaps[method] = {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
-    return gaps
-
-
-def outlier_leads(
-    inliers: Mapping[str, PredictionColumns], outliers: Mapping[str, PredictionColumns]
-) -> dict[str, Lead]:
-    """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Comparison.leads`."""
-    separated: dict[Name, dict[str, Measurement]] = {
-        (method, score): measurements
-        for method, predictions in outliers.items()
-        for score, measurements in separation(inliers[method], predictions).items()
-    }
-    areas = {name: measurements["auroc"] for name, measurements in separated.items()}
-    rates = {name: measurements["fpr95"] for name, measurements in separated.items()}
-    leads = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
-    if not all("confidence" in predictions.data for predictions in outliers.values()):
-        return leads
-    confidence: dict[Name, Measurement] = {
-        (method,): mean_column(predictions.data, "confidence") for method, predictions in outliers.items()
-    }
-    by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outliers}
-    return {"confidence": lead(confidence, "low"), "max probability": lead(by_confidence, "high"), **leads}

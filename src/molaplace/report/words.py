@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from molaplace.evaluation import CLEAR, SAME, Comparison, Estimate, Lead
-from molaplace.evaluation.estimates import Name
+from molaplace.evaluation.leads import Name
 from molaplace.report.comparison_tables import SCORE_NAMES
 
 METHODS = {
