@@ -17,7 +17,7 @@ from molaplace_lab.record import Record
 from molaplace_lab.report.reading import read_suites
 from molaplace_lab.report.tables import suite_tables
 from molaplace_lab.report.writing import SuiteReport, suites_page
-from tests.made_up_results import QUALITY, make_store, record
+from tests.made_up_results import QUALITY, make_store
 
 
 def change(path: Path, **entries):
@@ -91,19 +91,9 @@ def test_a_damaged_document_is_named(tmp_path, name, how):
         read_suites(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"data": {"test": "other"}}, "Run 1: DE used different data .* 'test'"),
-        ({"networks": ["stranger"]}, "Run 1: DE used networks that .* did not"),
-        ({"suite": "another"}, "another suite, for these methods: DE"),
-    ],
-)
-def test_records_that_cannot_be_compared_are_warned_of(tmp_path, entries, words):
+def test_records_that_cannot_be_compared_are_warned_of(tmp_path):
     store = make_store(tmp_path, runs=2, ablations=False)
-    own = record("mnist", "MultiSWAG", "main", 0, 1, [0.0, 15.0, 30.0, 45.0])
-    for run in range(2):  # trains its own weights
-        store.write(replace(own, run=run, networks=["own"]))
     assert read_suites(tmp_path)[0].warnings == ()
-    change(store.path("mnist", "DE", 1), **entries)
-    assert any(re.search(words, warning) for warning in read_suites(tmp_path)[0].warnings)
+    change(store.path("mnist", "DE", 1), data={"test": "other"})
+    (warning,) = read_suites(tmp_path)[0].warnings
+    assert re.search("Run 1: DE used different data .* 'test'", warning)

@@ -129,7 +129,7 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         notes=tuple(document["notes"]),
         groups=groups,
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
-        warnings=(*unread, *_disagreements(name, records)),
+        warnings=(*unread, *_disagreements(records)),
     )
 
 
@@ -189,26 +189,12 @@ def _pictures(images: dict[str, Any], role: Role) -> Pictures:
 
 # --- records that can be compared ------------------------------------------------------------------------------------
 
-OWN_WEIGHTS = re.compile("SWAG|MIMO")
-"""Pattern for the names of methods that train their own weights."""
 
-
-def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
-    # Yield warnings about records that cannot be compared with other records of the same run.
-    if strangers := {record.method: None for record in records if record.suite != suite}:
-        yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
+def _disagreements(records: Sequence[Record]) -> Iterator[str]:
+    # Yield warnings about records that used different data from the other records of the same run.
     for run in sorted({record.run for record in records}):
-        of_run = [record for record in records if record.run == run]
-        for methods, names in _differing_sets(of_run).items():
+        for methods, names in _differing_sets([record for record in records if record.run == run]).items():
             yield f"Run {run}: {methods} used different data from the other methods (the checksums of {listed(names)} differ)."
-        for group in dict.fromkeys(record.group for record in of_run):
-            sharing = [record for record in of_run if record.group == group and not OWN_WEIGHTS.search(record.method)]
-            most = max(sharing, key=lambda record: len(record.networks), default=None)
-            if most is None:
-                continue
-            others = [record.method for record in sharing if not set(record.networks) <= set(most.networks)]
-            if others:
-                yield f"Run {run}: {listed(others)} used networks that {most.method} did not use (their checksums differ)."
 
 
 def _differing_sets(records: Sequence[Record]) -> dict[str, list[str]]:
