@@ -23,7 +23,7 @@ SCORE_NAMES = {
 """Short names of outlier scores, for column headings."""
 
 FEW = 10
-"""Number of classes in tables that show only the worst classes."""
+"""Number of classes in the table of prediction sets."""
 
 BOLD = (
     "Ties aside, a number is bold if it is better than that of every other method{} by more than "
@@ -59,9 +59,9 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
     return [*on_test, *_decision_tables(comparison), *on_outliers]
 
 
-def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (for regression) or per class; list the worst classes first, at most `most` of them."""
-    return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
+def detail_table(comparison: Comparison) -> Table | None:
+    """Return a table with one row per output (for regression) or per class, with the worst classes first."""
+    return _output_table(comparison) if comparison.regression else _class_table(comparison)
 
 
 def comparison_table(
@@ -160,7 +160,7 @@ CLASS_COLUMNS = {
 }
 
 
-def _class_table(comparison: Comparison, most: int | None) -> Table:
+def _class_table(comparison: Comparison) -> Table:
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
     by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.own)}
@@ -170,15 +170,12 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
     columns = [Column(f"{unit}s", digits=0)]
     columns += [Column(method, CLASS_COLUMNS[metric]) for metric in metrics for method in by_method]
     rows: dict[str, list[Number]] = {}
-    for name in order[:most]:
+    for name in order:
         values = [classes[name].get(metric) for metric in metrics for classes in by_method.values()]
         rows[name] = [float(baseline[name]["count"]), *(None if value is None else 100 * value for value in values)]
     singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
-    title = f"{singular.capitalize()} by {singular}"
-    if len(rows) < len(order):
-        title = f"The worst {len(rows)} of {len(order)} {plural}"
     caption = f"The {plural} for which {comparison.own} has the lowest accuracy come first."
-    return make_table(title, caption, columns, rows)
+    return make_table(f"{singular.capitalize()} by {singular}", caption, columns, rows)
 
 
 # --- regression ------------------------------------------------------------------------------------------------------

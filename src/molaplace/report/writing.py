@@ -11,7 +11,7 @@ from typing import Any
 from molaplace.errors import OptionError
 from molaplace.evaluation import Comparison
 from molaplace.report import words
-from molaplace.report.comparison_tables import FEW, detail_table, evaluation_tables
+from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.figures import evaluation_figures
 from molaplace.report.page import evaluation_page
 from molaplace.report.style import Drawn, Planned, render
@@ -29,7 +29,7 @@ def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = no_progress
 ) -> Path:
     """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page."""
-    tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
+    tables = [*evaluation_tables(comparison), detail_table(comparison)]
     lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
     lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
