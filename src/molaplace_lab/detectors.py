@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from molaplace.errors import DataError, warn
-from molaplace.likelihoods import CATEGORICAL
+from molaplace.likelihoods import Categorical
 from molaplace.outliers import max_logit_score
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
 
@@ -226,7 +226,7 @@ def feature_scores(
         return lambda activations: score(activations.by_network())
 
     return {
-        "energy": lambda activations: CATEGORICAL.energy(activations.logits).mean(1),
+        "energy": lambda activations: Categorical().energy(activations.logits).mean(1),
         "maximum logit": lambda activations: max_logit_score(activations.logits).mean(1),
         **{name: ensemble(members) for name, members in kinds.items()},
     }
