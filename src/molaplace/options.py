@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypeVar
@@ -69,3 +70,11 @@ def whole_number(value: object, argument: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"must be a whole number of at least {least}, got {value!r}.", argument=argument)
     return int(value)
+
+
+def check_share(value: object, argument: str, remedy: str) -> float:
+    """Return the value as a `float`; raise `OptionError`, whose message ends with `remedy`, unless it is between 0 and 1, both excluded."""
+    share = float(value) if is_real(value) else math.nan  # type: ignore[arg-type]
+    if not 0 < share < 1:
+        raise OptionError(f"must be above 0 and below 1, got {value!r}. {remedy}", argument=argument)
+    return share

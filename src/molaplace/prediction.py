@@ -26,7 +26,7 @@ from molaplace.likelihoods import (
     RegressionPredictive,
 )
 from molaplace.numerics import to_float64
-from molaplace.options import counted, is_real
+from molaplace.options import check_share, counted
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
 """A field of a prediction: a tensor, a function that computes the tensor on first read, or None if the field is unavailable."""
@@ -444,16 +444,12 @@ class RegressionPrediction(_Fields):
 
     def quantile(self, level: float) -> Tensor:
         """Return the values (n, D) below which the targets fall with probability `level`."""
-        if not (is_real(level) and 0 < level < 1):
-            raise OptionError(f"must lie between 0 and 1, got {level!r}. For the median, pass 0.5.", argument="level")
-        return self.in_layout(self.distribution.quantile(float(level)))
+        level = check_share(level, "level", "For the median, pass 0.5.")
+        return self.in_layout(self.distribution.quantile(level))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D) of the central interval that contains a target with the given probability."""
-        if not (is_real(probability) and 0 < probability < 1):
-            raise OptionError(
-                f"must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.", argument="probability"
-            )
+        probability = check_share(probability, "probability", "For 90 %, pass 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
 
     def to_frame(self) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from molaplace.errors import DataError, MolaWarning, OptionError, importing
 from molaplace.fitting import fit
 from molaplace.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
-from molaplace.options import is_real, whole_number
+from molaplace.options import check_share, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning, as_rule
@@ -82,12 +82,9 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         needs_data = rule not in (None, "evidence") and getattr(rule, "needs_data", True)
         if rule is not None:
             rule = as_rule(rule, likelihood, [] if needs_data else None)
-        if needs_data and not (is_real(self.validation_fraction) and 0 < self.validation_fraction < 1):
-            raise OptionError(
-                f"must be above 0 and below 1, got {self.validation_fraction!r}. To avoid setting data aside, use "
-                f'rule="evidence" or rule=None.',
-                argument="validation_fraction",
-            )
+        if needs_data:
+            remedy = 'To avoid setting data aside, use rule="evidence" or rule=None.'
+            check_share(self.validation_fraction, "validation_fraction", remedy)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         scaler = StandardScaler().fit(table)

@@ -391,8 +391,8 @@ def test_wrong_questions_to_a_prediction():
     posterior, _, x, y = fitted(2)
     actual = posterior.predict(x)
     for error, words, use in (
-        (OptionError, "level must lie", lambda: actual.quantile(1.0)),
-        (OptionError, "probability must lie", lambda: actual.interval(90)),
+        (OptionError, "level must be above 0", lambda: actual.quantile(1.0)),
+        (OptionError, "probability must be above 0", lambda: actual.interval(90)),
         (DataError, r"shape \(60, 2\).*got shape \(60,\)", lambda: actual.log_prob(y[:, 0])),
         (DataError, "real targets", lambda: actual.crps(torch.zeros(60, 2, dtype=torch.complex64))),
     ):

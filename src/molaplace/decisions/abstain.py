@@ -44,9 +44,9 @@ import torch
 from torch import Tensor
 
 from molaplace.decisions.calibration import Calibration, probs_of
-from molaplace.decisions.ranks import ROUNDING, as_numbers, check_share
+from molaplace.decisions.ranks import ROUNDING, as_numbers
 from molaplace.errors import DataError, OptionError
-from molaplace.options import counted
+from molaplace.options import check_share, counted
 from molaplace.prediction import Prediction
 
 NEGLIGIBLE = 1e-17

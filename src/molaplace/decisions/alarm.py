@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from molaplace.decisions.ranks import as_numbers, check_share, conformal_quantiles, data_needed
+from molaplace.decisions.ranks import as_numbers, conformal_quantiles, data_needed
 from molaplace.errors import DataError
-from molaplace.options import counted
+from molaplace.options import check_share, counted
 from molaplace.prediction import Prediction, RegressionPrediction
 
 

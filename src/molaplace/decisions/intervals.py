@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molaplace.decisions.ranks import as_numbers, check_share, thresholds
+from molaplace.decisions.ranks import as_numbers, thresholds
 from molaplace.errors import DataError, OptionError
-from molaplace.options import counted, one_of
+from molaplace.options import check_share, counted, one_of
 from molaplace.prediction import RegressionPrediction
 
 METHODS = ("quantile", "normalised")

@@ -19,22 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError
 from molaplace.options import counted
 
 ROUNDING = 1e-12
 """Relative tolerance for products such as 0.29 * 100, which is not exactly 29 in float64."""
-
-
-def check_share(value: Any, name: str, example: str) -> float:
-    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` whose message ends with `example`."""
-    try:
-        share = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        share = math.nan
-    if not 0 < share < 1:
-        raise OptionError(f"must be above 0 and below 1, got {value!r}. {example}", argument=name)
-    return share
 
 
 def conformal_rank(count: int, rate: float) -> int:

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from molaplace.decisions.calibration import Calibration, probs_of, ranked
-from molaplace.decisions.ranks import check_share, conformal_quantiles, data_needed, thresholds
+from molaplace.decisions.ranks import conformal_quantiles, data_needed, thresholds
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.options import is_real, one_of, whole_number
+from molaplace.options import check_share, is_real, one_of, whole_number
 from molaplace.prediction import Prediction
 
 METHODS = ("lac", "aps", "raps")
