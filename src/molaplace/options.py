@@ -78,3 +78,14 @@ def check_share(value: object, argument: str, remedy: str) -> float:
     if not 0 < share < 1:
         raise OptionError(f"must be above 0 and below 1, got {value!r}. {remedy}", argument=argument)
     return share
+
+
+def check_number(value: object, argument: str, low: float, high: float, remedy: str) -> float:
+    """Return the value as a `float`; raise `OptionError`, whose message ends with `remedy`, unless it is a number from `low` to `high`."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not low <= number <= high:
+        raise OptionError(f"must be a number between {low:g} and {high:g}, got {value!r}. {remedy}", argument=argument)
+    return number

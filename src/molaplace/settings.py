@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from molaplace.errors import OptionError
+from molaplace.options import check_number
 
 NO_COVARIANCE = 1e12
 """Prior precision at or above which a search treats the posterior as a plain ensemble."""
@@ -47,9 +47,9 @@ LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
 
-def _bounds(argument: str, low: float, high: float, meaning: str) -> dict[str, Any]:
-    # Describe a setting: the name of the argument by which users set it, its bounds, and its meaning for error messages.
-    return {"argument": argument, "low": low, "high": high, "meaning": meaning}
+def _bounds(argument: str, low: float, high: float, remedy: str) -> dict[str, Any]:
+    # Describe a setting: the name of the argument by which users set it, its bounds, and the last sentence of error messages.
+    return {"argument": argument, "low": low, "high": high, "remedy": remedy}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Settings:
             per_network = setting.name == "prior_precision"
             if isinstance(values, Tensor) and values.dim() > per_network:
                 continue  # candidates of a search
-            numbers = tuple(_number(value, setting.metadata) for value in (values if per_network else (values,)))
+            numbers = tuple(check_number(value, **setting.metadata) for value in (values if per_network else (values,)))
             object.__setattr__(self, setting.name, numbers if per_network else numbers[0])
 
     # --- candidates of a search ---------------------------------------------------------------------------------------
@@ -188,19 +188,6 @@ class Settings:
             if setting.default not in (MISSING, getattr(self, setting.name))
             and (self.uses_distance or setting.name != "onset")
         }
-
-
-def _number(value: Any, setting: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if not setting["low"] <= number <= setting["high"]:
-        raise OptionError(
-            f"must be a number between {setting['low']:g} and {setting['high']:g}, got {value!r}. {setting['meaning']}",
-            argument=setting["argument"],
-        )
-    return number
 
 
 class FeatureScale(NamedTuple):

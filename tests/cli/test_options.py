@@ -37,7 +37,7 @@ def test_the_library_names_arguments_and_the_command_flags(mola_command, tmp_pat
         "fit", "--network", "mlp", "--train", data, "--val", data, "--rule", "threshold", "--threshold", "2"
     )
     assert code == 1
-    assert "--threshold must lie" in words
+    assert "--threshold must be a number" in words
 
 
 def test_help_needs_no_torch():

@@ -119,7 +119,7 @@ OPTIONS = {
     "unknown rule": (lambda s: s.posterior.tune(LOADER, rule="accuracy"), r"rule must be one of threshold, nll.*'accuracy'"),
     "regression rule": (lambda s: s.posterior.tune(LOADER, rule="crps"), r"'crps' does not apply to likelihood 'categorical'"),
     "a class for a rule": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence), r"such as mola\.rules\.Outliers"),
-    "confidence in per cent": (lambda s: mola.rules.Threshold(confidence=95), r"confidence must lie between 0 and 1.*0\.95"),
+    "confidence in per cent": (lambda s: mola.rules.Threshold(confidence=95), r"confidence must be a number between 0 and 1.*0\.95"),
     "generator of another device": (lambda s: s.posterior.predict(X, generator=Elsewhere()), r"generator must be on the CPU.*cuda"),
 }  # fmt: skip
 

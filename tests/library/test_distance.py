@@ -275,7 +275,7 @@ class TestWrongUse:
         with pytest.raises(OptionError, match="validation data"):
             mola.fit(networks, blob_loader(), rule="distance", progress=False)
 
-    @pytest.mark.parametrize("price", [0, 2, "cheap", float("nan")])
+    @pytest.mark.parametrize("price", [-1, 2, "cheap", float("nan")])
     def test_prices(self, price):
         with pytest.raises(OptionError, match="price"):
             Distance(price=price)

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.errors import OptionError, warned
-from molaplace.options import is_real
+from molaplace.errors import warned
+from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.objective import Distances, Objective
 from molaplace.rules.rule import Rule, Tuning
@@ -89,12 +89,7 @@ class Calibrated(Rule):
     the weight to one network."""
 
     def __post_init__(self) -> None:
-        if not (is_real(self.price) and 0 <= self.price <= 1):
-            raise OptionError(
-                f"must be a number between 0 and 1, got {self.price!r}. With a price of 0.01, the validation log loss may rise "
-                f"by up to 1 %.",
-                argument="price",
-            )
+        check_number(self.price, "price", 0, 1, "With a price of 0.01, the validation log loss may rise by up to 1 %.")
 
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision, temperature, pooling coefficient and distance exponent."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
-from molaplace.options import is_real, one_of
+from molaplace.options import check_number, one_of
 from molaplace.rules.evidence import Evidence
 from molaplace.rules.objective import Distances, Objective
 from molaplace.rules.rule import Rule, Tuning
@@ -64,12 +64,9 @@ class Distance(Rule):
     rule: Rule | str = "nll"
 
     def __post_init__(self) -> None:
-        if self.price is not None and not (is_real(self.price) and 0 < self.price <= 1):
-            raise OptionError(
-                f"must be a number between 0 and 1, or None, got {self.price!r}. With a price of 0.02, the validation log loss may "
-                f"rise by up to 2 %.",
-                argument="price",
-            )
+        if self.price is not None:
+            remedy = "With a price of 0.02, the validation log loss may rise by up to 2 %."
+            check_number(self.price, "price", 0, 1, remedy)
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
         elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):

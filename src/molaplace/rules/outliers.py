@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from molaplace.errors import OptionError
-from molaplace.options import is_real
+from molaplace.options import check_number
 from molaplace.rules.objective import Objective
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.scores import without_labels
@@ -32,8 +30,7 @@ class Outliers(Rule):
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if not (is_real(self.weight) and 0 <= self.weight < math.inf):
-            raise OptionError(f"must be finite and non-negative, got {self.weight!r}.", argument="weight")
+        check_number(self.weight, "weight", 0, 1e12, "At 0, confidence on the outliers has no effect.")
 
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molaplace.errors import OptionError, warned
-from molaplace.options import is_real
+from molaplace.errors import warned
+from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.objective import Objective
 from molaplace.rules.rule import Rule, Tuning
@@ -36,17 +36,11 @@ class Threshold(Rule):
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
-            raise OptionError(
-                f"must lie between 0 and 1, got {self.confidence!r}. For 95 %, pass 0.95.", argument="confidence"
-            )
-        if not (is_real(self.margin) and -1 <= self.margin <= 1):
-            raise OptionError(
-                f"must lie between -1 and 1, got {self.margin!r}. For one percentage point, pass 0.01.",
-                argument="margin",
-            )
-        if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
-            raise OptionError(f"must lie between 0 and 2, got {self.brier!r}.", argument="brier")
+        if self.confidence is not None:
+            check_number(self.confidence, "confidence", 0, 1, "For 95 %, pass 0.95.")
+        check_number(self.margin, "margin", -1, 1, "For one percentage point, pass 0.01.")
+        if self.brier is not None:
+            check_number(self.brier, "brier", 0, 2, "The Brier score of a uniform guess is 1 - 1/C.")
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
