@@ -107,6 +107,8 @@ NO_DATA = {
     ),
     "no column of labels": (text("set.csv", "path,kind\na.png,1\n"), "set.csv", "column 'label'"),
     "no column of paths": (text("set.csv", "place,label\na.png,1\n"), "set.csv", "column 'path'"),
+    "a cell too many": (text("set.csv", "path,label\na.png,1\nb.png,1,2\n"), "set.csv", "row 2 .b.png. has more cells"),
+    "a cell too many and no paths": (text("set.csv", "place,label\na.png,1,2\n"), "set.csv", "column 'path'"),
     "no text": (text("set.csv", "path,label\nx\x00,1\n\udcff"), "set.csv", "cannot be read as CSV"),
     "no inputs": (archive(a=ROWS), "set.npz", "contains no x or inputs"),
     "no labels": (archive(x=ROWS), "set.npz", r"set\.npz contains no y or labels"),

@@ -135,21 +135,27 @@ def open_image_csv(
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
-            rows = list(csv.DictReader(stream, restval=""))
+            reader = csv.DictReader(stream, restval="")
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}.") from error
-    heading = list(rows[0]) if rows else []
+    heading = list(reader.fieldnames or ()) if rows else []
     columns = []
     if labelled and likelihood.mutually_exclusive:
         columns = ["label"]
     elif labelled:
         columns = list(classes or [name for name in heading if name != "path"])
-    absent = [name for name in ("path", *columns) if name not in heading]
-    if absent:
+    missing = [name for name in ("path", *columns) if name not in heading]
+    if missing:
         raise DataError(
-            f"{path} has no rows with a column {absent[0]!r}; found the columns {', '.join(heading) or 'none'}. A CSV file must list "
+            f"{path} has no rows with a column {missing[0]!r}; found the columns {', '.join(heading) or 'none'}. A CSV file must list "
             f"image files. Save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
         )
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise DataError(
+                f"{path}: row {number} ({row['path']}) has more cells than the header. Quote cells that contain a comma."
+            )
     names = [row["path"].strip() for row in rows]
     images = pictures(str(path), [path.parent / name for name in names], names, preprocessing)
     if not labelled:
@@ -163,8 +169,8 @@ def open_image_csv(
             f"{path}: {error}. Labels must be numbers; leave a cell empty if its label is missing."
         ) from error
     labels = torch.tensor(numbers, dtype=torch.float64)
-    missing = labels.isnan().any(1) & (not likelihood.classification)
-    errors = tuple("has no target" if absent else None for absent in missing.tolist())
+    incomplete = labels.isnan().any(1) & (not likelihood.classification)
+    errors = tuple("has no target" if without_target else None for without_target in incomplete.tolist())
     return replace(images, labels=labels, classes=tuple(columns), errors=errors)
 
 
@@ -193,8 +199,8 @@ def most_frequent_form(source: ImageDataset) -> tuple[str, tuple[int, ...]]:
     """Return the most frequent combination of mode ("RGB" or "L") and prepared shape (channels, height, width) among 25 images."""
     from PIL import Image
 
-    forms: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    first = ""
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    first_error = ""
     for index in even_indices(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
         path = source.paths[index]
         mode = source.preprocessing.mode or "RGB"
@@ -203,8 +209,8 @@ def most_frequent_form(source: ImageDataset) -> tuple[str, tuple[int, ...]]:
                 mode = "L" if image.mode in GREY else "RGB"
         pixels, reason = read_pixels(path, replace(source.preprocessing, mode=mode, shape=None))
         if pixels is not None:
-            forms[mode, tuple(pixels.shape)] += 1
-        first = first or f" The first error: {source.names[index]}: {reason}."
-    if not forms:
-        raise DataError(f"{source.name} contains no images that can be decoded.{first}")
-    return forms.most_common(1)[0][0]
+            counts[mode, tuple(pixels.shape)] += 1
+        first_error = first_error or f" The first error: {source.names[index]}: {reason}."
+    if not counts:
+        raise DataError(f"{source.name} contains no images that can be decoded.{first_error}")
+    return counts.most_common(1)[0][0]
