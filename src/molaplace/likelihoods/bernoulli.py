@@ -41,10 +41,6 @@ class BernoulliPredictive(ClassificationPredictive):
         """Return the mean (..., n) over the labels of values (..., n, C)."""
         return values.mean(-1)
 
-    def scored_rows(self, labels: Tensor) -> Tensor:
-        """Return the index (m,) of the datum to which each known label belongs."""
-        return (~labels.isnan()).nonzero()[:, 0]
-
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the log loss, Brier score, confidence and correctness (..., m) for each known label, in float64.
 

@@ -31,10 +31,6 @@ class CategoricalPredictive(ClassificationPredictive):
         """Return the values (..., n), unchanged."""
         return values
 
-    def scored_rows(self, labels: Tensor) -> Tensor:
-        """Return the index (n,) of each datum."""
-        return torch.arange(len(labels), device=labels.device)
-
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the log loss, Brier score, confidence and correctness (..., n) for each datum, in float64.
 

@@ -24,9 +24,6 @@ class Predictive(Protocol):
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores (..., m) in float64, keyed by name, for each datum or, with multi-label data, for each known label."""
 
-    def scored_rows(self, labels: Tensor) -> Tensor:
-        """Return the index (m,) of the datum to which each score belongs."""
-
     def outlier_score(self) -> Tensor:
         """Return an outlier score (..., n) that needs no features; a higher score means a more outlying input."""
 
@@ -66,10 +63,6 @@ class ClassificationPredictive(ABC):
     @abstractmethod
     def per_datum(self, values: Tensor) -> Tensor:
         """Return one value per datum (..., n): the values themselves or, for binary labels, the mean of values (..., n, C)."""
-
-    @abstractmethod
-    def scored_rows(self, labels: Tensor) -> Tensor:
-        """Return the index (m,) of the datum to which each score belongs."""
 
     @abstractmethod
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
@@ -128,10 +121,6 @@ class RegressionPredictive(ABC):
     def disagreement(self) -> Tensor:
         """Return the disagreement (..., n) of the components relative to the noise, averaged over the outputs."""
         return (self.between() / self.aleatoric()).log1p().mean(-1)
-
-    def scored_rows(self, labels: Tensor) -> Tensor:
-        """Return the index (n,) of the datum to which each score belongs."""
-        return torch.arange(len(labels), device=labels.device)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return each datum's joint log loss, "nll" (..., n), and its CRPS averaged over the outputs, "crps" (..., n)."""
