@@ -15,6 +15,7 @@ from molaplace import metrics
 from molaplace.errors import DataError, OptionError
 from molaplace.evaluation import Estimate
 from molaplace.evaluation.estimates import standard_error
+from molaplace.likelihoods.categorical import Categorical, CategoricalPredictive
 from tests.closeness import assert_close
 
 
@@ -188,6 +189,26 @@ def test_any_callable_is_a_predictor(evaluated):
         mola.evaluate(lambda inputs: {"mean": inputs}, test)
 
 
+class WithoutBrier(Categorical):
+    """Classes whose distribution has no Brier score."""
+
+    def distribution(self, probs):
+        return WithoutBrierPredictive(probs)
+
+
+class WithoutBrierPredictive(CategoricalPredictive):
+    def scores(self, labels):
+        return {name: score for name, score in super().scores(labels).items() if name != "brier"}
+
+
+def test_a_score_that_a_likelihood_lacks_is_left_out(evaluated):
+    pairs, predictors, found = evaluated
+    ensemble = predictors["DE"]
+    row = mola.evaluate(ensemble.forward, loader(pairs["test"]), likelihood=WithoutBrier())["forward", "test"]
+    expected = {name: estimate for name, estimate in found["DE", "test"].items() if name != "brier"}
+    assert_close(row, expected, "float64")
+
+
 def process(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     team = mola.distributed.Team()
@@ -237,6 +258,7 @@ INPUTS, LABELS = table(20, 6)
         (OptionError, "at least one predictor", None, {"predictors": {}}),
         (OptionError, "predictors must .*got list", None, {"predictors": [network()]}),
         (OptionError, r"ood must .*\{'noise': loader\}; got Tensor", None, {"ood": INPUTS}),
+        (OptionError, "positions must .*got 'average'", None, {"positions": "average"}),
         (OptionError, "shifted must .*got DataLoader", None, {"shifted": torch.utils.data.DataLoader(INPUTS)}),
     ],
 )

@@ -212,13 +212,14 @@ def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
         names = {"nll": "nll", "crps": "crps", "std": "std"}
         names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
         names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
-    else:
-        measurements = {
-            "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
-            "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
-        }
-        names = {"accuracy": "correct", "nll": "nll", "brier": "brier", "confidence": "confidence"}
-    measurements |= {name: mean_column(data, column) for name, column in names.items() if column in data}
+        return measurements | {name: mean_column(data, column) for name, column in names.items() if column in data}
+    means = {"accuracy": "correct", "nll": "nll", "brier": "brier"}
+    measurements = {name: mean_column(data, column) for name, column in means.items() if column in data}
+    measurements |= {
+        "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
+        "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
+        "confidence": mean_column(data, "confidence"),
+    }
     if "yes" in data:
         area = mean_area_of_labels(data["yes"], data["label"], data["output"], data.groups)
         measurements |= {} if area is None else {"auroc": area}

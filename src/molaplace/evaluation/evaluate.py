@@ -23,16 +23,16 @@ from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_po
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture
-from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, check_positions, evaluating
+from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating
+from molaplace.options import whole_number
 from molaplace.prediction import Prediction
 from molaplace.predictor import Predictor
 
-CLASSIFICATION_METRICS = {name: name for name in ("accuracy", "nll", "brier", "ece", "aurc", "confidence")}
 REGRESSION_METRICS = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": f"coverage_{100 * INTERVAL:g}"}
-"""Name of each metric in the table, and its name in `measured`."""
+"""Name of each metric in the table for regression, and its name in `measured`."""
 
-SCORE_NAMES = {"max probability": "confidence", "variance": "std", "ood score": "ood_score"}
-"""Names of outlier scores in the table: the quantity from which the score is computed."""
+SCORE_SUFFIXES = {"max probability": "confidence", "variance": "std", "ood score": "ood_score"}
+"""Last part of the names of outlier metrics in the table: the quantity from which the outlier score is computed."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,30 @@ class Evaluation:
     """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
     predictions in each of 15 confidence bins."""
 
-    def __getitem__(self, row: tuple[str, str]) -> Mapping[str, Estimate]:
-        if row not in self.rows:
+    def __getitem__(self, key: tuple[str, str]) -> Mapping[str, Estimate]:
+        if key not in self.rows:
             listed = ", ".join(map(str, self.rows))
-            raise KeyError(f"there is no row {row!r}; expected (predictor, data) to be one of {listed}")
-        return self.rows[row]
+            raise KeyError(f"there is no row {key!r}; expected (predictor, data) to be one of {listed}")
+        return self.rows[key]
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
         with importing("to_frame", "pandas", "cli"):
             import pandas
         records = [
-            {"count": self.counts[row]}
+            {"count": self.counts[key]}
             | {name: estimate.value for name, estimate in estimates.items()}
             | {f"{name}_se": estimate.error for name, estimate in estimates.items()}
-            for row, estimates in self.rows.items()
+            for key, estimates in self.rows.items()
         ]
         return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
 
     def __repr__(self) -> str:
         # Labelled data and outliers are shown in separate tables, each with its own header.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
-        for row, estimates in self.rows.items():
+        for key, estimates in self.rows.items():
             table = tables.setdefault(tuple(estimates), [["predictor", "data", "count", *estimates]])
-            table.append([*row, f"{self.counts[row]:,}", *map(str, estimates.values())])
+            table.append([*key, f"{self.counts[key]:,}", *map(str, estimates.values())])
         return "\n\n".join(_aligned(table) for table in tables.values())
 
 
@@ -136,7 +136,8 @@ def evaluate(
     loaders = {**labelled, **outlier_loaders}
     for data, loader in loaders.items():
         check_loader(loader, f"{data} loader")
-    check_positions(positions)
+    if positions != "all":
+        positions = whole_number(positions, "positions")
     read = partial(_read, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single())
     rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -227,13 +228,15 @@ def _read(
 
 def _metrics(predictions: PredictionColumns) -> dict[str, Measurement]:
     measurements = measured(predictions)
-    names = REGRESSION_METRICS if "rmse" in measurements else CLASSIFICATION_METRICS
-    return {name: measurements[metric] for name, metric in names.items()}
+    if "rmse" in measurements:
+        return {name: measurements[metric] for name, metric in REGRESSION_METRICS.items()}
+    measurements.pop("auroc", None)  # in the table, this name belongs to the separation of outliers
+    return measurements
 
 
 def _separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, Measurement]:
     return {
-        f"{metric}_{SCORE_NAMES[score]}": measurement
+        f"{metric}_{SCORE_SUFFIXES[score]}": measurement
         for score, measurements in separation(inliers, outliers).items()
         for metric, measurement in measurements.items()
     }

@@ -113,7 +113,7 @@ def _class_metrics(data: Columns, values: Mapping[str, float], classes: Sequence
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     defined = {
         **values,
-        "log_likelihood": -values["nll"],
+        "log_likelihood": -values.get("nll", math.nan),
         "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
         "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
     }
