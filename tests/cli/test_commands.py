@@ -32,6 +32,12 @@ def posterior(workspace, tmp_path_factory):
     return folder
 
 
+def test_the_nearest_command_is_named_for_a_mistyped_one():
+    outcome = run("evalute", "posterior")
+    assert outcome.exit_code == 2
+    assert "Did you mean 'evaluate'?" in outcome.output
+
+
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, tmp_path, mola_command):
     place = tmp_path / "posterior"
     assert "replaces" not in mola_command(*arguments(workspace, place))[1]

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from molaplace import __version__
 from molaplace.errors import MolaError, OptionError, importing
+from molaplace.options import did_you_mean
 
 with importing("the molaplace command", "click and rich", "cli"):
     import click
@@ -76,7 +77,9 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command."""
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:
+                return None
+            ctx.fail(f"No such command {cmd_name!r}.{did_you_mean(cmd_name, COMMANDS)}")
         function = getattr(importlib.import_module(f"molaplace.cli.{cmd_name}"), cmd_name)
         kind = get_type_hints(function)["options"]
         declared = parameters(kind)
