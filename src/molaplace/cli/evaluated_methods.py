@@ -189,7 +189,7 @@ def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loa
     if rule is None:
         return single
     first = None
-    if held_out is not None and fitted.job.rule != "evidence":
+    if held_out is not None and rule.needs_data:
         first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
     with collect_warnings():  # the report shows the notes from tuning instead of warnings
         return single.tune(first, rule=rule, progress=False, team=team)
