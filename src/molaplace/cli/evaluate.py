@@ -161,7 +161,6 @@ def run_evaluate(
         name: _read(methods, loader(source, Path(name).name, step, labelled=name == test), team)
         for step, (name, source) in enumerate(sources.items(), 1)
     }
-    progress("done", 1.0)
     classes = fitted.output_names
     return compare(
         test,
