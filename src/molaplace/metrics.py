@@ -178,8 +178,8 @@ def _by_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor],
         raise DataError(
             f"multi-label data need probabilities and labels of shape (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
-    pairs = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
-    values = [measure(yes[truth == 0], yes[truth == 1]) for yes, truth in pairs]
+    by_label = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
+    values = [measure(scores[truth == 0], scores[truth == 1]) for scores, truth in by_label]
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -193,7 +193,11 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Areas (C,) in float64; NaN for labels that are always 0 or always 1. The mean of the areas is the macro-averaged AUROC.
     """
-    return _by_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
+
+    def area(negatives: Tensor, positives: Tensor) -> float:
+        return auroc(negatives, positives) if len(negatives) and len(positives) else math.nan
+
+    return _by_label(probs, labels, area)
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
@@ -202,7 +206,11 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     The arguments are the same as for `auroc_of_labels`. The value depends on the share of positive labels. The value is NaN for a
     label that is never 1.
     """
-    return _by_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
+
+    def precision(negatives: Tensor, positives: Tensor) -> float:
+        return _average_precision(positives, negatives) if len(positives) else math.nan
+
+    return _by_label(probs, labels, precision)
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -212,9 +220,9 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
     missing.
     """
 
-    def gap(no: Tensor, yes: Tensor) -> float:
-        truth = torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
-        return calibration_gap(bin_sums(torch.cat([no, yes]), truth, bins)) if len(truth) else math.nan
+    def gap(negatives: Tensor, positives: Tensor) -> float:
+        truth = torch.cat([torch.zeros_like(negatives), torch.ones_like(positives)])
+        return calibration_gap(bin_sums(torch.cat([negatives, positives]), truth, bins)) if len(truth) else math.nan
 
     return _by_label(probs, labels, gap)
 

@@ -33,7 +33,7 @@ NODES = 96
 """Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from
 the real line."""
 
-WIDE = 9.0
+REACH = 9.0
 """Distance from the mean, in standard deviations, beyond which the integrands vanish in float64."""
 
 FLAT = 33.0
@@ -122,10 +122,10 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     spread = variance.clamp_min(0).sqrt()
     # The integration limits are given in standard deviations. For a wide Gaussian, they enclose only the logits at which the
     # integrands are not 0.
-    clipped = (WIDE * spread > FLAT) & (mean.abs() < FLAT + WIDE * spread)
+    clipped = (REACH * spread > FLAT) & (mean.abs() < FLAT + REACH * spread)
     width = torch.where(clipped, spread, 1.0)
-    low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-WIDE), -WIDE)
-    high = torch.where(clipped, ((FLAT - mean) / width).clamp_max(WIDE), WIDE)
+    low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-REACH), -REACH)
+    high = torch.where(clipped, ((FLAT - mean) / width).clamp_max(REACH), REACH)
     fractions = torch.linspace(0, 1, NODES, dtype=mean.dtype, device=mean.device)
     steps = low[..., None] + (high - low)[..., None] * fractions
     mass = (-steps.square() / 2).exp() * ((high - low) / ((NODES - 1) * math.sqrt(2 * math.pi)))[..., None]

@@ -190,15 +190,15 @@ def fit_moments(
     optimiser = torch.optim.SGD(weights.values(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
     moments = Moments()
 
-    def resume(done: int, tensors: dict[str, Tensor]) -> None:
+    def resume(snapshots: int, tensors: dict[str, Tensor]) -> None:
         nonlocal moments
-        moments = Moments.from_tensors(done, tensors)
+        moments = Moments.from_tensors(snapshots, tensors)
 
     identity = {
         "settings": [learning_rate, momentum, weight_decay, rank, seed, loss],
         "network": state_checksum(network),
     }
-    remaining = remaining_epochs(
+    epoch_indices = remaining_epochs(
         None if checkpoint is None else TrainingCheckpoint(checkpoint, identity),
         epochs,
         network,
@@ -207,7 +207,7 @@ def fit_moments(
         resume=resume,
         progress="SWAG" if progress else "",
     )
-    for epoch in remaining:
+    for epoch in epoch_indices:
         place = f"epoch {epoch + 1} of {epochs}"
         train_epoch(network, loader, optimiser, swag_loss(network, loss), place, seed=seeds[epoch])
         moments.add(weights, rank)

@@ -68,12 +68,14 @@ def test_a_job_comes_back_from_its_file(workspace, price):
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(to_toml(as_document(job, "fit", folder)))
     document = read_toml(folder / "job.toml")
-    again = job_of(document, folder / "job.toml")
+    read_back = job_of(document, folder / "job.toml")
     assert document["options"]["weights"][0] == "../weights/0.safetensors"
-    assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
-    assert Path(again.train).resolve() == (workspace.root / "train").resolve()
-    places = {name: getattr(job, name) for name in ("weights", "train", "val")}
-    assert replace(again, **places) == replace(job, trust=False), "consent is never kept, and an import path is no file"
+    assert [Path(path).resolve() for path in read_back.weights] == [Path(path).resolve() for path in job.weights]
+    assert Path(read_back.train).resolve() == (workspace.root / "train").resolve()
+    paths = {name: getattr(job, name) for name in ("weights", "train", "val")}
+    assert replace(read_back, **paths) == replace(job, trust=False), (
+        "consent is never kept, and an import path is no file"
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_heads_agree_with_a_hand_tiled_pass():
     torch.testing.assert_close(mimo.logits(inputs), logits)
     expected = logits.softmax(-1).mean(0)
     torch.testing.assert_close(mimo(inputs), expected)
-    for head, network in zip(logits, mimo.networks, strict=True):
-        torch.testing.assert_close(network.eval()(inputs), head)
+    for head_logits, network in zip(logits, mimo.networks, strict=True):
+        torch.testing.assert_close(network.eval()(inputs), head_logits)
     torch.testing.assert_close(mola.ensemble(mimo.networks)(inputs), expected)
 
 

@@ -188,12 +188,12 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
 # --- forms of a table -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "errors"), [(200, True), (60, False)])
-def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, errors):
+@pytest.mark.parametrize(("width", "shows_errors"), [(200, True), (60, False)])
+def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, shows_errors):
     console = Console(width=width, file=io.StringIO())
     print_table(console, suite_tables(suite)["outliers"])
     shown = console.file.getvalue()
-    assert ("93.1 ± 0.2" in shown, "too narrow" in " ".join(shown.split())) == (errors, not errors)
+    assert ("93.1 ± 0.2" in shown, "too narrow" in " ".join(shown.split())) == (shows_errors, not shows_errors)
     assert re.search(r"MoLA .* 93\.1 ", shown), "a table wider than the terminal is not cropped"
 
 

@@ -261,8 +261,8 @@ class TwoInputs(nn.Module):
         return SimpleNamespace(logits=self.head(values.mean(1)))
 
 
-@pytest.mark.parametrize(("form", "kind"), [("mapping", "onnx"), ("tuple", "torch_export")])
-def test_inputs_by_name_and_by_position(form, kind, tmp_path):
+@pytest.mark.parametrize(("form", "exporter"), [("mapping", "onnx"), ("tuple", "torch_export")])
+def test_inputs_by_name_and_by_position(form, exporter, tmp_path):
     tokens = torch.randint(20, (30, 9))
     mask = torch.randint(2, (30, 9)).float()
 
@@ -273,7 +273,9 @@ def test_inputs_by_name_and_by_position(form, kind, tmp_path):
 
     loader = [(batch(slice(None)), torch.randint(CLASSES, (30,)))]
     posterior = mola.fit(TwoInputs().float().eval(), loader, progress=False)
-    written = getattr(mola.export, kind)(posterior, tmp_path / "file", batch(slice(0, 2)), outputs=["probs", "entropy"])
+    written = getattr(mola.export, exporter)(
+        posterior, tmp_path / "file", batch(slice(0, 2)), outputs=["probs", "entropy"]
+    )
     assert [(tensor.name, tensor.dtype) for tensor in written.inputs] == [
         ("input_ids", "int64"),
         ("attention_mask", "float32"),
@@ -294,9 +296,11 @@ def test_bytes_in_probabilities_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs"), [pytest.param("onnx", 3, marks=pytest.mark.slow), ("torch_export", 1)], ids=["onnx", "torch"]
+    ("exporter", "outputs"),
+    [pytest.param("onnx", 3, marks=pytest.mark.slow), ("torch_export", 1)],
+    ids=["onnx", "torch"],
 )
-def test_multi_label_and_binary_classification(kind, outputs, tmp_path):
+def test_multi_label_and_binary_classification(exporter, outputs, tmp_path):
     networks = [small_net(seed, outputs) for seed in range(2)]
     inputs = data()[0]
     labels = (networks[0](inputs).detach() + torch.randn(60, outputs) > 0).float()
@@ -304,23 +308,23 @@ def test_multi_label_and_binary_classification(kind, outputs, tmp_path):
         networks, labels = [nn.Sequential(network, nn.Flatten(0)) for network in networks], labels.squeeze(1)
     posterior = scaled(mola.fit(networks, [(inputs, labels)], likelihood="bernoulli", progress=False))
     names = [f"label {index}" for index in range(outputs)]
-    written = getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], classes=names)
+    written = getattr(mola.export, exporter)(posterior, tmp_path / "file", inputs[:4], classes=names)
     assert written.document["likelihood"] == "bernoulli"
     assert [output.shape for output in written.outputs[:3]] == [("batch", outputs)] * 3
     compare_file(tmp_path / "file", posterior)
 
 
 @pytest.mark.parametrize(
-    ("kind", "heteroscedastic"), [pytest.param("onnx", False, marks=pytest.mark.slow), ("torch_export", True)]
+    ("exporter", "heteroscedastic"), [pytest.param("onnx", False, marks=pytest.mark.slow), ("torch_export", True)]
 )
-def test_regression(kind, heteroscedastic, tmp_path):
+def test_regression(exporter, heteroscedastic, tmp_path):
     likelihood = mola.likelihoods.Gaussian(location=500.0, scale=200.0, heteroscedastic=heteroscedastic)
     inputs = data()[0]
     targets = 500 + 200 * torch.randn(60, 2)
     networks = [small_net(seed, 4 if heteroscedastic else 2) for seed in range(2)]
     posterior = scaled(mola.fit(networks, [(inputs, targets)], likelihood=likelihood, progress=False))
     outputs = REGRESSION_OUTPUTS + MORE_REGRESSION_OUTPUTS
-    getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], outputs=outputs)
+    getattr(mola.export, exporter)(posterior, tmp_path / "file", inputs[:4], outputs=outputs)
     compare_file(tmp_path / "file", posterior)
     with pytest.raises(OptionError, match="outputs must be one or more of mean"):
         check_outputs(["probs"], posterior)
@@ -328,7 +332,7 @@ def test_regression(kind, heteroscedastic, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "build", "shape"),
+    ("exporter", "build", "shape"),
     [
         ("torch_export", lambda: nn.Sequential(nn.Linear(SIDE, 6), nn.Tanh(), nn.Linear(6, 3)), (1, SIDE)),
         pytest.param(
@@ -340,11 +344,11 @@ def test_regression(kind, heteroscedastic, tmp_path):
     ],
     ids=["sequence", "image"],
 )
-def test_dense_outputs_keep_their_layout(kind, build, shape, tmp_path):
+def test_dense_outputs_keep_their_layout(exporter, build, shape, tmp_path):
     inputs = data()[0]
     networks = [decided(build()) for _ in range(2)]
     posterior = scaled(mola.fit(networks, [(inputs, torch.randint(3, (60, *shape)))], progress=False))
-    getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:2])
+    getattr(mola.export, exporter)(posterior, tmp_path / "file", inputs[:2])
     compare_file(tmp_path / "file", posterior)
 
 

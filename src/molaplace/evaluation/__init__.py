@@ -24,7 +24,7 @@ from molaplace.evaluation.comparison import (
 )
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.evaluation.evaluate import Evaluation, evaluate
-from molaplace.evaluation.leads import CLEAR, SAME, Lead, labelled_leads, lead, outlier_leads
+from molaplace.evaluation.leads import CLEAR, TIE, Lead, labelled_leads, lead, outlier_leads
 from molaplace.evaluation.results import (
     METRICS,
     NUM_EXAMPLES,
@@ -39,7 +39,7 @@ __all__ = [
     "CLEAR",
     "METRICS",
     "NUM_EXAMPLES",
-    "SAME",
+    "TIE",
     "Columns",
     "Comparison",
     "Estimate",

@@ -354,10 +354,12 @@ def flatten_positions(
     def flat(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        further = values.dim() - len(layout.sizes) - 1
-        if further == 2:  # the field has an axis for the K networks
+        num_extra_axes = values.dim() - len(layout.sizes) - 1
+        if num_extra_axes == 2:  # the field has an axis for the K networks
             return torch.stack([layout.by_position(part).flatten(0, 1)[rows.to(part.device)] for part in values])
-        return (layout.by_position(values).flatten(0, 1) if further else values.flatten())[rows.to(values.device)]
+        return (layout.by_position(values).flatten(0, 1) if num_extra_axes else values.flatten())[
+            rows.to(values.device)
+        ]
 
     names = ["component_mean", "component_variance", "component_noise"] if regression else ["probs", "logit_mean"]
     fields: dict[str, Field] = {name: flat(getattr(prediction, name)) for name in (*names, "ood_score")}

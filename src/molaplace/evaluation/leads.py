@@ -13,7 +13,7 @@ from molaplace.evaluation.estimates import Estimate, Measurement, known_error, m
 CLEAR = 2.0
 """Number of standard errors by which a method must lead every other method to be marked as best (about 95 % confidence)."""
 
-SAME = 1e-6
+TIE = 1e-6
 """Tolerance for ties: two values count as equal if both their difference and its standard error are below this value. Exact equality
 would be too strict, because rounding may swap the ranks of two inputs whose scores are almost equal."""
 
@@ -63,7 +63,7 @@ def lead(measurements: Mapping[Name, Measurement], better: Better) -> Lead:
         return {
             other: Estimate(sign * gap.value, gap.error)
             for other, gap in leads.items()
-            if math.isnan(gap.error) or max(abs(gap.value), gap.error) >= SAME
+            if math.isnan(gap.error) or max(abs(gap.value), gap.error) >= TIE
         }
 
     best = max(measurements, key=lambda name: sign * measurements[name].value)

@@ -12,7 +12,7 @@ from molaplace.options import counted
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.tables import Column, Number, Table, columns_on, make_table, quantity_table
 
-SCORE_NAMES = {
+SCORE_HEADINGS = {
     "max probability": "max prob.",
     "entropy": "entropy",
     "energy": "energy",
@@ -103,7 +103,8 @@ def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]
 
 def _by_score(comparison: Comparison, like: Column) -> list[Column]:
     columns = [
-        replace(like, name=SCORE_NAMES[score], quantity=replace(like.quantity, score=score)) for score in OUTLIER_SCORES
+        replace(like, name=SCORE_HEADINGS[score], quantity=replace(like.quantity, score=score))
+        for score in OUTLIER_SCORES
     ]
     numbers = Numbers(comparison.methods)
     estimates = [value for column in columns for value in numbers(column.quantity, 100).values() if value is not None]

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from molaplace.evaluation import CLEAR, SAME, Comparison, Estimate, Lead
+from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, Lead
 from molaplace.evaluation.leads import Name
-from molaplace.report.comparison_tables import SCORE_NAMES
+from molaplace.report.comparison_tables import SCORE_HEADINGS
 
 METHODS = {
     "MAP": "the first network, unchanged",
@@ -67,7 +67,7 @@ def _loss_sentence(comparison: Comparison) -> str:
 
 
 def _against(method: str, gap: Estimate) -> str:
-    if abs(gap.value) < SAME and not gap.error >= SAME:
+    if abs(gap.value) < TIE and not gap.error >= TIE:
         return f"equal to that of {method}"
     size = Estimate(abs(gap.value), gap.error)
     direction = "lower" if gap.value > 0 else "higher"
@@ -83,7 +83,7 @@ def lead_sentence(lead: Lead, what: str, digits: int = 2) -> str:
 
     def words(name: Name) -> str:
         method, *score = name
-        return f"{method} by {SCORE_NAMES[score[0]]}" if score else method
+        return f"{method} by {SCORE_HEADINGS[score[0]]}" if score else method
 
     value = f"{what}, {100 * lead.value:.{digits}f} %"
     if lead.rival is None or lead.ahead is None:

@@ -18,8 +18,8 @@ def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
     The noise increases as c decreases.
     """
     rates = unit(pixels) * photons
-    caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
-    return truncated(np.stack(caught) / photons)
+    photon_counts = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
+    return truncated(np.stack(photon_counts) / photons)
 
 
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:

@@ -18,7 +18,7 @@ from molaplace.report.numbers import Quantity, estimates_of
 from molaplace.report.tables import Column, Number, Table, make_table, quantity_table
 from molaplace_lab.record import Record
 
-SAME = 1e-9
+TIE_OF_RUNS = 1e-9
 """Tolerance for ties: two methods tie if both their difference and its standard error are below this value."""
 
 
@@ -44,8 +44,8 @@ class RunMean:
         mean = math.fsum(by_run.values()) / count
         error = math.nan
         if count > 1:
-            squares = math.fsum((value - mean) ** 2 for value in by_run.values())
-            error = math.sqrt(squares / (count - 1) * (1 / count + overlap))
+            sum_of_squares = math.fsum((value - mean) ** 2 for value in by_run.values())
+            error = math.sqrt(sum_of_squares / (count - 1) * (1 / count + overlap))
         return cls(mean, error, count, by_run, overlap)
 
     @property
@@ -95,7 +95,7 @@ def leaders(means: Mapping[str, RunMean | None], better: Literal["low", "high"])
         gap = known[first].minus(other)
         if name == first:
             continue
-        if gap.known and max(sign * gap.value, gap.error) < SAME:
+        if gap.known and max(sign * gap.value, gap.error) < TIE_OF_RUNS:
             best.append(name)
         elif not is_clear(gap):
             return []

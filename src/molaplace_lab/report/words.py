@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from molaplace.evaluation import SAME
+from molaplace.evaluation import TIE
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.words import METHODS, Finding
 from molaplace_lab.report.reading import SuiteResults
@@ -60,7 +60,7 @@ def _comparison(suite: SuiteResults, numbers: Numbers, method: str, base: str) -
         if mean is None or base_mean is None:
             continue
         gap = mean.minus(base_mean)
-        if abs(gap.value) < SAME:
+        if abs(gap.value) < TIE:
             equal.append(name)
         elif is_clear(gap):
             words = f"{name} {mean.value:.{digits}f} against {base_mean.value:.{digits}f}"

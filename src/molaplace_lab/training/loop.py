@@ -151,12 +151,12 @@ def remaining_epochs(
 def seeded(network: nn.Module, seed: int) -> Iterator[None]:
     """Seed torch's random state on the CPU and on the network's devices, and restore the previous state on exit."""
     devices = {tensor.device for tensor in network.parameters()}
-    cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    with torch.random.fork_rng(devices=cards):
+    gpu_indices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(devices=gpu_indices):
         # Seed the devices one by one, since torch.manual_seed would also seed devices whose state is not restored.
         torch.default_generator.manual_seed(seed)
-        for card in cards:
-            with torch.cuda.device(card):
+        for gpu_index in gpu_indices:
+            with torch.cuda.device(gpu_index):
                 torch.cuda.manual_seed(seed)
         yield
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from molaplace.errors import DataError
 from molaplace.options import one_of
 
-WIDE = "protein-tertiary-structure"
+PROTEIN = "protein-tertiary-structure"
 """Name of the set that has 5 splits and whose networks have 100 hidden units."""
 
 SETS = (
@@ -29,7 +29,7 @@ SETS = (
     "kin8nm",
     "naval-propulsion-plant",
     "power-plant",
-    WIDE,
+    PROTEIN,
     "wine-quality-red",
     "yacht",
 )
@@ -63,7 +63,7 @@ class UciSet:
     @property
     def hidden(self) -> int:
         """Number of hidden units, as in earlier papers."""
-        return 100 if self.name == WIDE else 50
+        return 100 if self.name == PROTEIN else 50
 
     @cached_property
     def checksum(self) -> str:
