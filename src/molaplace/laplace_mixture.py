@@ -127,7 +127,7 @@ class LaplaceMixture(Predictor):
     @property
     def distance_exponent(self) -> float:
         """Distance exponent gamma. Larger values shrink logits faster with distance from the training classes; 0 has no effect."""
-        return float(self.settings.exponent)
+        return float(self.settings.distance_exponent)
 
     @property
     def structure(self) -> str | None:
@@ -345,7 +345,7 @@ class LaplaceMixture(Predictor):
         """
         unchanged = self.settings.onset
         return self.with_parts(
-            settings=replace(self.settings, exponent=exponent, onset=unchanged if onset is None else onset)
+            settings=replace(self.settings, distance_exponent=exponent, onset=unchanged if onset is None else onset)
         )
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
@@ -501,7 +501,7 @@ class LaplaceMixture(Predictor):
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()
                 return relative, float((mixture + best.squeeze(1)).mean())
 
-            if self.settings.exponent == 0 and self.settings.pooling == 1:
+            if self.settings.distance_exponent == 0 and self.settings.pooling == 1:
                 weights = stacking_weights(evaluate(self.weights)[0])
             else:
                 weights = stacking_in_turn(evaluate, [self.weights.cpu(), uniform_weights(len(self.components))])

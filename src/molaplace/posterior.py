@@ -106,7 +106,7 @@ class MoLA(LaplaceMixture):
         fields["logit_variance"] = torch.stack(variances)
         if self.settings.uses_distance:
             # The entropy that distance adds is epistemic, because nearby data would remove it.
-            near = replace(self.settings, exponent=0.0).divisors(means).unbind(-3)
+            near = replace(self.settings, distance_exponent=0.0).divisors(means).unbind(-3)
             _, near_total, near_information = self._entropies(replace(members, divisors=near), seed)
             fields["aleatoric"] = torch.minimum(near_total - near_information, total)
         if logs is not None and self.reference is not None:

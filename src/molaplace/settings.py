@@ -28,14 +28,15 @@ grow, and the probabilities tend to 1/C.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from molaplace.options import check_number
+from molaplace.errors import OptionError
+from molaplace.options import check_number, one_of
 
 NO_COVARIANCE = 1e12
 """Prior precision at or above which a search treats the posterior as a plain ensemble."""
@@ -47,9 +48,9 @@ LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
 
-def _bounds(argument: str, low: float, high: float, remedy: str) -> dict[str, Any]:
-    # Describe a setting: the name of the argument by which users set it, its bounds, and the last sentence of error messages.
-    return {"argument": argument, "low": low, "high": high, "remedy": remedy}
+def _bounds(low: float, high: float, remedy: str) -> dict[str, Any]:
+    # Describe a setting: its bounds, and the last sentence of error messages.
+    return {"low": low, "high": high, "remedy": remedy}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Settings:
 
     prior_precision: tuple[float, ...] | Tensor = field(
         metadata=_bounds(
-            "prior_precision",
             1e-30,
             1e30,
             "It is the precision of a Gaussian prior. For predictions without covariance, use mola.ensemble.",
@@ -71,31 +71,35 @@ class Settings:
     """Prior precision lambda of each network."""
     temperature: float | Tensor = field(
         default=1.0,
-        metadata=_bounds("temperature", 1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
+        metadata=_bounds(1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
     )
     """Temperature T. Values below 1 sharpen predictions."""
     pooling: float | Tensor = field(
         default=1.0,
-        metadata=_bounds("pooling", 0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
+        metadata=_bounds(0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
     )
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
-    exponent: float | Tensor = field(
-        default=0.0, metadata=_bounds("distance_exponent", 0, 100, "At 0, distance has no effect.")
-    )
+    distance_exponent: float | Tensor = field(default=0.0, metadata=_bounds(0, 100, "At 0, distance has no effect."))
     """Distance exponent gamma. Larger values make logits shrink faster with distance."""
-    onset: float | Tensor = field(
-        default=1.0, metadata=_bounds("onset", 1e-6, 1e6, "1 is the median of the validation data.")
-    )
+    onset: float | Tensor = field(default=1.0, metadata=_bounds(1e-6, 1e6, "1 is the median of the validation data."))
     """Onset o: distance, relative to the median, beyond which logits shrink."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
             values: Any = getattr(self, setting.name)
             per_network = setting.name == "prior_precision"
-            if isinstance(values, Tensor) and values.dim() > per_network:
+            if isinstance(values, Tensor) and values.dim() == (2 if per_network else 1):
                 continue  # candidates of a search
-            numbers = tuple(check_number(value, **setting.metadata) for value in (values if per_network else (values,)))
-            object.__setattr__(self, setting.name, numbers if per_network else numbers[0])
+            if not per_network:
+                number = check_number(values, setting.name, **setting.metadata)
+                object.__setattr__(self, setting.name, number)
+                continue
+            if getattr(values, "ndim", 1) == 0 or not isinstance(values, Iterable):
+                raise OptionError(
+                    f"must be a tuple with one number for each network, got {values!r}.", argument=setting.name
+                )
+            numbers = tuple(check_number(value, setting.name, **setting.metadata) for value in values)
+            object.__setattr__(self, setting.name, numbers)
 
     # --- candidates of a search ---------------------------------------------------------------------------------------
 
@@ -104,11 +108,16 @@ class Settings:
 
         Prior precisions of shape (L,) are shared by all networks; their shape may also be (L, K).
         """
+        names = [setting.name for setting in fields(self)]
+        for name in values:
+            one_of(name, names, "setting")
         columns = []
-        for setting in fields(self):
-            column: Any = values.get(setting.name, getattr(self, setting.name))
+        for name in names:
+            column: Any = values.get(name, getattr(self, name))
             columns.append(torch.as_tensor(column, dtype=torch.float64, device="cpu"))
         precisions, *others = columns
+        if precisions.dim() == 0:
+            precisions = precisions[None]
         if precisions.dim() == 1:
             precisions = precisions[:, None] if "prior_precision" in values else precisions[None]
         size = max(len(precisions), *(column.numel() for column in others))
@@ -138,12 +147,16 @@ class Settings:
     @property
     def uses_distance(self) -> bool:
         """True if the distance exponent of any candidate is above 0."""
-        return bool((self.exponent > 0).any()) if isinstance(self.exponent, Tensor) else self.exponent > 0
+        return (
+            bool((self.distance_exponent > 0).any())
+            if isinstance(self.distance_exponent, Tensor)
+            else self.distance_exponent > 0
+        )
 
     @property
     def neutral(self) -> bool:
         """True if the logits are neither divided nor pooled, as in the paper."""
-        return (self.temperature, self.pooling, self.exponent) == (1, 1, 0)
+        return (self.temperature, self.pooling, self.distance_exponent) == (1, 1, 0)
 
     def divisors(self, like: Tensor, log_distance: Tensor | None = None, log_excess: Tensor | None = None) -> Tensor:
         """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) without distances.
@@ -156,7 +169,7 @@ class Settings:
         """
         temperature, gamma, onset = (
             torch.as_tensor(values, dtype=like.dtype, device=like.device)[..., None, None]
-            for values in (self.temperature, self.exponent, self.onset)
+            for values in (self.temperature, self.distance_exponent, self.onset)
         )
         if log_distance is None or log_excess is None:
             return temperature[..., None].expand(*temperature.shape[:-2], len(self.precisions), 1, 1)
@@ -168,22 +181,21 @@ class Settings:
     # --- files and reports --------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings as a JSON-serialisable dictionary, keyed by the names of the arguments that set them."""
-        values = {setting.metadata["argument"]: getattr(self, setting.name) for setting in fields(self)}
-        return values | {"prior_precision": list(self.prior_precision)}
+        """Return the settings as a JSON-serialisable dictionary, keyed by name."""
+        return vars(self) | {"prior_precision": list(self.prior_precision)}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Settings:
         """Rebuild settings from a dictionary returned by `as_json`."""
-        return Settings(*(entry[setting.metadata["argument"]] for setting in fields(Settings)))
+        return Settings(*(entry[setting.name] for setting in fields(Settings)))
 
     def changed(self) -> dict[str, float]:
-        """Return the settings that differ from their neutral values, keyed by the names of the arguments that set them.
+        """Return the settings that differ from their neutral values, keyed by name.
 
         The onset is left out if the distance has no effect.
         """
         return {
-            setting.metadata["argument"]: getattr(self, setting.name)
+            setting.name: getattr(self, setting.name)
             for setting in fields(self)
             if setting.default not in (MISSING, getattr(self, setting.name))
             and (self.uses_distance or setting.name != "onset")

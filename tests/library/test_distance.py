@@ -189,7 +189,7 @@ class TestTheRule:
         inputs, labels = blobs(1)
         accuracy = np.mean([float((network(inputs).argmax(1) == labels).double().mean()) for network in networks])
         assert float(posterior(inputs).max(1).values.mean()) == pytest.approx(accuracy - 0.01, abs=1e-3)
-        assert posterior.distance_exponent == posterior.tuning.settings.exponent > 0
+        assert posterior.distance_exponent == posterior.tuning.settings.distance_exponent > 0
         assert f"divided by {2**posterior.distance_exponent:.3g}" in posterior.tuning.summary
         assert posterior.prior_precision == plain.prior_precision
         assert posterior.temperature == plain.temperature

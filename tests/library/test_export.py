@@ -70,7 +70,7 @@ def fitted(make=small_net, count: int = 1, **options) -> mola.MoLA:
 
 def scaled(posterior: mola.MoLA) -> mola.MoLA:
     """With temperature, pooling and distance exponent; tuning and reference stay."""
-    settings = replace(posterior.settings, temperature=0.8, pooling=0.5, exponent=1.5)
+    settings = replace(posterior.settings, temperature=0.8, pooling=0.5, distance_exponent=1.5)
     return posterior.with_parts(settings=settings, tuning=posterior.tuning)
 
 

@@ -87,7 +87,7 @@ class TestByHand:
             "prior_precision": [[0.1] * 3, [0.2, 1.0, 5.0], [30.0] * 3],
             "temperature": [1.0, 0.5, 2.0],
             "pooling": [1.0, 0.3, 0.0],
-            "exponent": [0.0, 1.0, 2.0],
+            "distance_exponent": [0.0, 1.0, 2.0],
             "onset": [1.0, 1.0, 1.5],
         }
         actual = posterior.objective(data).mean_scores(posterior.settings.candidates(**settings))

@@ -12,7 +12,7 @@ from molaplace.settings import Settings
 from molaplace.structures.distance import ClassDistance
 from tests.library.problems import data
 
-SETTINGS = Settings((0.5, 2.0), temperature=0.7, pooling=0.25, exponent=1.5, onset=1.2)
+SETTINGS = Settings((0.5, 2.0), temperature=0.7, pooling=0.25, distance_exponent=1.5, onset=1.2)
 
 
 def test_candidates_are_broadcast_and_picked():
@@ -25,26 +25,42 @@ def test_candidates_are_broadcast_and_picked():
     assert candidates[torch.tensor([2, 2, 1])][2] == candidates[1]
 
 
+def test_one_prior_precision_is_shared_by_all_networks():
+    assert SETTINGS.candidates(prior_precision=5.0)[0] == replace(SETTINGS, prior_precision=(5.0, 5.0))
+
+
+def test_candidates_of_an_unknown_setting_are_refused():
+    with pytest.raises(OptionError, match="distance_exponent"):
+        SETTINGS.candidates(exponent=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("precision", [1.0, torch.tensor(1.0), torch.ones(1, 1, 1)])
+def test_prior_precisions_are_one_number_for_each_network(precision):
+    with pytest.raises(OptionError) as caught:
+        Settings(precision)
+    assert caught.value.argument == "prior_precision"
+
+
 def test_json():
     assert Settings.from_json(json.loads(json.dumps(SETTINGS.as_json()))) == SETTINGS
     assert SETTINGS.changed() == {"temperature": 0.7, "pooling": 0.25, "distance_exponent": 1.5, "onset": 1.2}
-    assert replace(SETTINGS, exponent=0.0).changed() == {"temperature": 0.7, "pooling": 0.25}
+    assert replace(SETTINGS, distance_exponent=0.0).changed() == {"temperature": 0.7, "pooling": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "argument"),
+    ("field", "value"),
     [
-        ("temperature", 0, "temperature"),
-        ("pooling", 2, "pooling"),
-        ("exponent", -1, "distance_exponent"),
-        ("onset", "1", "onset"),
-        ("prior_precision", (1.0, True), "prior_precision"),
+        ("temperature", 0),
+        ("pooling", 2),
+        ("distance_exponent", -1),
+        ("onset", "1"),
+        ("prior_precision", (1.0, True)),
     ],
 )
-def test_values_out_of_range_are_refused(field, value, argument):
+def test_values_out_of_range_are_refused(field, value):
     with pytest.raises(OptionError, match="between") as caught:
         replace(SETTINGS, **{field: value})
-    assert caught.value.argument == argument
+    assert caught.value.argument == field
 
 
 def fitted():

@@ -174,15 +174,15 @@ class Search:
         exponents = list(EXPONENTS)
         for _ in range(2):
             above = None
-            candidates = best.settings.candidates(exponent=exponents)
+            candidates = best.settings.candidates(distance_exponent=exponents)
             for trial in self._at_best_temperature(candidates, best.temperature, 0.7):
                 if trial.loss > largest_loss:
-                    above = float(trial.settings.exponent)
+                    above = float(trial.settings.distance_exponent)
                     break
                 chosen = trial
             if above is None:
                 break
-            below = float(chosen.settings.exponent)
+            below = float(chosen.settings.distance_exponent)
             exponents = [below + (above - below) * part / 6 for part in range(1, 6)]
         return chosen
 
@@ -256,7 +256,7 @@ def _summary(
     chosen: Trial, cautious: Trial, best: Trial, scaled: Trial, plain: Trial, budget: float, data: HeldOut
 ) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
-    exponent = float(chosen.settings.exponent)
+    exponent = float(chosen.settings.distance_exponent)
     if best is scaled and exponent == 0:
         return (
             f"Nothing but temperature scaling clearly lowered the validation log loss, so the posterior equals the "

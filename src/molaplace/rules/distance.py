@@ -94,7 +94,7 @@ class Distance(Rule):
         scaled = objective.with_noise(base.noise_factors)
 
         def evaluate(exponents: Sequence[float]) -> Scored:
-            return scaled.mean_scores(base.settings.candidates(exponent=exponents))
+            return scaled.mean_scores(base.settings.candidates(distance_exponent=exponents))
 
         plain = {name: float(values[0]) for name, values in evaluate([0.0]).items()}
         if likelihood.classification:
@@ -113,7 +113,7 @@ class Distance(Rule):
         return replace(
             base,
             rule=f"Distance: {limit}, after {base.rule}",
-            settings=replace(base.settings, exponent=chosen),
+            settings=replace(base.settings, distance_exponent=chosen),
             summary=summary,
             notes=(*base.notes, *notes, *_notes(distances)),
             curve=as_curve([{"distance_exponent": exponent} | tried[exponent] for exponent in sorted(tried)]),
