@@ -64,7 +64,7 @@ def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut
 
 def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
     """Compute the predicted probabilities for all rows."""
-    return torch.cat([posterior.predictive(rows).point() for rows in data.chunks()])
+    return torch.cat([posterior.distribution_of(rows).point() for rows in data.chunks()])
 
 
 def measured(

@@ -145,7 +145,7 @@ def far_field_limit(
         # The constant 1 for the bias is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(spread.phi[:, width:])], 1)
         growing.append(direction @ trained.T)
-        variances.append(spread.curvature.variance(direction, spread.precision))
+        variances.append(replace(spread, phi=direction, variances=None).variance())
         grows.append(features.any(1, keepdim=True))
     # If a network's features are all 0 at an input, its logits are the same at every positive multiple of that input.
     means, scaled_spreads = replace(members, pooling=1.0).scaled()

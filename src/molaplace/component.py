@@ -74,7 +74,7 @@ class Component(nn.Module):
         if layer is None or factor == 1:
             return self
         assert isinstance(self.likelihood, Gaussian)
-        scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
+        scaled = replace(layer, curvature=layer.curvature.weakened(factor**2))
         return Component(self.network, self.head, scaled, self.likelihood.noise_scaled(factor, len(layer.weights)))
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:

@@ -1,6 +1,18 @@
 """The base of every mixture of Laplace approximations: its settings, weights, predictions, tuning and stacking.
 
 Mixtures are never changed in place: `tune`, `reweight` and `with_*` return new mixtures that share the networks.
+
+A prediction, or one score of a search, takes these steps:
+
+    inputs -> `capture` -> `Captured` -> `chunks` -> `Rows`     features and outputs of every network, chunk by chunk
+    rows, settings -> `spreads`, `divisors`                     `Spread`: covariance of the logits; divisors: temperature, distance
+    -> `members`                                                `Members`: outputs, spreads, weights, divisors and pooling
+    -> `distribution_of`: `Likelihood.predictive(members, link)`
+         -> `Members.scaled`                                    logits after division and pooling
+         -> the link, for classification                        logits -> probabilities of each member
+    -> `Predictive`                                             `point()` predicts, `scores(labels)` scores
+
+In a search, the settings are L candidates; spreads, divisors and scores then have a leading axis of size L.
 """
 
 from __future__ import annotations
@@ -205,7 +217,7 @@ class LaplaceMixture(Predictor):
         """
         captured = self.capture(one_batch(inputs))
         seed = seed_from(generator)
-        return self._by_rows(captured, lambda rows: {"point": self.predictive(rows, seed=seed).point()})["point"]
+        return self._by_rows(captured, lambda rows: {"point": self.distribution_of(rows, seed=seed).point()})["point"]
 
     def _by_rows(
         self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]], row_size: int = 0
@@ -231,7 +243,7 @@ class LaplaceMixture(Predictor):
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def distances_and_norms(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the log distances (K, n) and the log norms (K, n) of the networks' features."""
         pairs = []
         for component, phi in zip(self.components, rows.phi, strict=True):
@@ -245,7 +257,7 @@ class LaplaceMixture(Predictor):
     def log_distance(self, rows: Rows) -> Tensor:
         """Return the mixture's log distance (n,), relative to the reference."""
         assert self.reference is not None  # mixtures with distances have a reference
-        return self.reference.log_distance(self.log_distances(rows)[0], self.weights)
+        return self.reference.log_distance(self.distances_and_norms(rows)[0], self.weights)
 
     def spreads(self, rows: Rows, settings: Settings) -> list[Spread | None]:
         """Return the spread of each network's logits at one setting or at the candidates of a search."""
@@ -259,12 +271,12 @@ class LaplaceMixture(Predictor):
     def divisors(
         self, rows: Rows, settings: Settings, weights: Tensor, logs: tuple[Tensor, Tensor] | None = None
     ) -> Sequence[Tensor]:
-        """Return the divisors of each network's logits; `logs` are the rows' `log_distances`, if they are known."""
+        """Return the divisors of each network's logits; `logs` are the rows' `distances_and_norms`, if they are known."""
         like = rows.outputs[0]
         if not settings.uses_distance:
             return settings.divisors(like).unbind(-3)
         assert self.reference is not None  # mixtures with distances have a reference
-        log_distances, log_norms = self.log_distances(rows) if logs is None else logs
+        log_distances, log_norms = self.distances_and_norms(rows) if logs is None else logs
         log_excess = self.reference.log_excess(log_norms)
         if not self.likelihood.classification:
             log_excess = torch.zeros_like(log_excess)  # the variance grows with the features
@@ -283,7 +295,7 @@ class LaplaceMixture(Predictor):
             rows: features and outputs of each network.
             settings: one setting or the candidates of a search; by default, the mixture's settings.
             weights: mixture weights (K,); by default, the mixture's weights.
-            logs: the rows' `log_distances`, if they are known.
+            logs: the rows' `distances_and_norms`, if they are known.
         """
         settings = self.settings if settings is None else settings
         weights = self.weights if weights is None else weights
@@ -293,7 +305,7 @@ class LaplaceMixture(Predictor):
             rows.outputs, spreads, weights, divisors, settings.pooling, self.likelihoods, settings.temperature
         )
 
-    def predictive(
+    def distribution_of(
         self,
         rows: Rows,
         settings: Settings | None = None,
@@ -449,11 +461,11 @@ class LaplaceMixture(Predictor):
         fixed_weights = self.weighting != "evidence"
         team = None if data is None else data.team
 
-        def predictive(settings: Settings) -> Callable[[Rows], Predictive]:
+        def predictor_at(settings: Settings) -> Callable[[Rows], Predictive]:
             weights = self.weights if fixed_weights else self._weights_at(settings)
-            return partial(self.predictive, settings=settings, weights=weights)
+            return partial(self.distribution_of, settings=settings, weights=weights)
 
-        def log_distances() -> Tensor:
+        def relative_logs() -> Tensor:
             assert data is not None  # rules that need distances need data
             return data.gather_from_chunks(self.log_distance)
 
@@ -462,12 +474,12 @@ class LaplaceMixture(Predictor):
             settings=self.settings,
             held_out=data,
             link=self.link,
-            predictive=predictive,
+            predictor_at=predictor_at,
             fixed_weights=fixed_weights,
             log_evidence=[component.log_evidence for component in self.components],
             with_noise=lambda factors: self._scaled_noise(factors).objective(data),
             read=lambda loader, where: self.read(loader, where, labelled=False, team=team),
-            distances=None if self.reference is None else Distances(self.distances, self.reference, log_distances),
+            distances=None if self.reference is None else Distances(self.distances, self.reference, relative_logs),
         )
 
     def _scaled_noise(self, factors: float | Sequence[float]) -> Self:
@@ -520,7 +532,7 @@ class LaplaceMixture(Predictor):
             probs = likelihood.member_probabilities(self.members(rows), self.link)
             members: list[Predictive] = [likelihood.distribution(member) for member in probs]
         else:
-            mixture: Any = self.predictive(rows)
+            mixture: Any = self.distribution_of(rows)
             members = [mixture.component(index) for index in range(len(self.components))]
         return torch.stack([-member.scores(rows.labels)["nll"] for member in members], dim=-1)
 

@@ -84,7 +84,7 @@ class MoLA(LaplaceMixture):
         drawn = classes * num_draws(classes)  # for the epistemic share
         details = cache(lambda: self._by_rows(captured, lambda rows: self._details(rows, seed), drawn))
         fields = {name: lambda name=name: details()[name] for name in self._detail_names()}
-        probs = self._by_rows(captured, lambda rows: {"probs": self.predictive(rows, seed=seed).point()})
+        probs = self._by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
         return Prediction(fields | probs, **shared)
 
     def _detail_names(self) -> Sequence[str]:
@@ -97,7 +97,7 @@ class MoLA(LaplaceMixture):
         # Return every field of a classification except the probabilities. What several fields need is computed once.
         means = torch.stack(list(rows.outputs))
         weights = self.weights.to(means)
-        logs = self.log_distances(rows) if self.has_distances else None
+        logs = self.distances_and_norms(rows) if self.has_distances else None
         spreads = [None if spread is None else spread.with_variances() for spread in self.spreads(rows, self.settings)]
         members = replace(self.members(rows, logs=logs), spreads=spreads)
         distribution, total, information = self._entropies(members, seed)
@@ -128,7 +128,7 @@ class MoLA(LaplaceMixture):
         return distribution, total, total * likelihood.epistemic_share(members, seed or 0)
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
-        logs = self.log_distances(rows) if self.has_distances else None
+        logs = self.distances_and_norms(rows) if self.has_distances else None
         mixture = self.likelihood.predictive(self.members(rows, logs=logs), self.link)
         assert isinstance(mixture, RegressionPredictive)
         fields = {
@@ -185,12 +185,14 @@ class MoLA(LaplaceMixture):
         """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
         if not self.has_distances:
             return None
-        logs = data.gather_from_chunks(lambda rows: torch.cat(self.log_distances(rows)).T)
+        logs = data.gather_from_chunks(lambda rows: torch.cat(self.distances_and_norms(rows)).T)
         reference = feature_scales(logs.T, self.distances)
         if not self.likelihood.classification:
             return reference
         posterior = self.with_parts(reference=reference)
-        terms = data.gather_from_chunks(lambda rows: posterior._outlier_terms(rows, posterior.log_distances(rows)).T)
+        terms = data.gather_from_chunks(
+            lambda rows: posterior._outlier_terms(rows, posterior.distances_and_norms(rows)).T
+        )
         return with_scores(reference, terms)
 
     # --- bounds -----------------------------------------------------------------------------------------------------

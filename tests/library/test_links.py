@@ -125,7 +125,7 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
     halved = posterior.link(mean / 2, component.spread(phi / 2, 2.0), softmax)
     two = torch.full((len(phi), 1), 2.0)
     four = torch.tensor([[4.0]])
-    for quotient in (spread.divided(two), spread.divided(four).divided(1 / two)):
+    for quotient in (spread.with_divided_logits(two), spread.with_divided_logits(four).with_divided_logits(1 / two)):
         assert torch.allclose(posterior.link(mean / 2, quotient, softmax), halved, atol=1e-10)
     whole = posterior.link(mean, spread, softmax)
     assert torch.allclose(whole, halved, atol=1e-10) == (link == Bridge(normalised=True))

@@ -63,7 +63,7 @@ class OutputSpread(Protocol):
     def perturb_by_weights(self, count: int, generator: Generator) -> Tensor:
         """Return deviations (..., n, count, C) of the outputs, computed from draws of the weights."""
 
-    def divided(self, divisor: Tensor) -> OutputSpread:
+    def with_divided_logits(self, divisor: Tensor) -> OutputSpread:
         """Return the covariance after dividing each datum's outputs by its entry in `divisor` (..., n, 1)."""
 
 
@@ -93,7 +93,7 @@ class Members:
         """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
         means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
         pairs = zip(self.spreads, self.divisors, strict=True)
-        spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
+        spreads = [None if spread is None else spread.with_divided_logits(divisor) for spread, divisor in pairs]
         return pooled(means, self.weights, self.pooling), spreads
 
 

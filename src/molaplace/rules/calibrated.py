@@ -237,7 +237,7 @@ class Search:
 
 def distance_onset(distances: Distances) -> float:
     """Return the distance, relative to the validation data's median, beyond which logits shrink."""
-    quantile = float(np.quantile(distances.log_distances().numpy(), ONSET))
+    quantile = float(np.quantile(distances.relative_logs().numpy(), ONSET))
     return math.exp(max(0.0, quantile))  # the log quantile is negative if the features of most inputs are all 0
 
 

@@ -30,7 +30,7 @@ class Distances:
     """The distances of each network's features."""
     reference: Reference
     """Typical distances and norms of the validation data."""
-    log_distances: Callable[[], Tensor]
+    relative_logs: Callable[[], Tensor]
     """Function that returns the log distances (n,) of the validation data of all processes, relative to their median."""
 
 
@@ -48,7 +48,7 @@ class Objective:
     """The validation data, or None for a rule that uses only the training data."""
     link: Link
     """Map from logits to probabilities."""
-    predictive: Callable[[Settings], Callable[[Rows], Predictive]]
+    predictor_at: Callable[[Settings], Callable[[Rows], Predictive]]
     """Function that maps candidates to a function from rows to predictive distributions."""
     fixed_weights: bool
     """True if the mixture's weights do not depend on the settings, so that many candidates can be evaluated at once."""
@@ -88,10 +88,10 @@ class Objective:
         candidates = settings.candidates() if isinstance(settings.temperature, float) else settings
         at_once = len(candidates) if self.link.variance_only and self.fixed_weights else 1
         parts = range(0, len(candidates), at_once)
-        predictives = [self.predictive(candidates[start : start + at_once]) for start in parts]
+        predictors = [self.predictor_at(candidates[start : start + at_once]) for start in parts]
         chunks = []
         for rows in data.chunks(at_once * self.link.row_size(data.outputs[0].shape[1])):
-            scores = [score(predictive(rows), rows.labels) for predictive in predictives]
+            scores = [score(predictor(rows), rows.labels) for predictor in predictors]
             chunks.append({name: torch.cat([part[name] for part in scores]) for name in scores[0]})
         return {
             name: data.team.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous()).T

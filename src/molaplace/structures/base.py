@@ -143,8 +143,8 @@ class Curvature(ABC):
         """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
     @abstractmethod
-    def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, such as a factor applied to the noise variance."""
+    def weakened(self, factor: float) -> Self:
+        """Return the curvature divided by a factor, such as that of the noise variance; the variances of the logits grow."""
 
 
 class LayerCurvature(Curvature):
@@ -217,7 +217,7 @@ class Spread:
         """Return deviations (..., n, count, C) of the logits, computed from draws of the weights for a single prior precision."""
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
-    def divided(self, divisor: Tensor) -> Spread:
+    def with_divided_logits(self, divisor: Tensor) -> Spread:
         """Return the spread after dividing each datum's logits by its entry in `divisor` (..., n, 1)."""
         return replace(self, divisor=divisor * self.divisor)
 

@@ -97,9 +97,9 @@ class OutputFactor:
         """Return all eigenvectors or, if `centred` is True, only those with curvature."""
         return self.vectors[:, : self.visible] if centred else self.vectors
 
-    def divided(self, by: float) -> OutputFactor:
-        """Return the factor divided by a number."""
-        return replace(self, values=self.values / by)
+    def weakened(self, factor: float) -> OutputFactor:
+        """Return the factor divided by a factor."""
+        return replace(self, values=self.values / factor)
 
 
 @dataclass(frozen=True)

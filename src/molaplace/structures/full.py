@@ -151,6 +151,6 @@ class FullCurvature(LayerCurvature):
             self.features, dtype=vectors.dtype, device=vectors.device
         )
 
-    def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number."""
-        return replace(self, values=self.values / by)
+    def weakened(self, factor: float) -> Self:
+        """Return the curvature divided by a factor."""
+        return replace(self, values=self.values / factor)

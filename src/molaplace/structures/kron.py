@@ -80,6 +80,6 @@ class KronCurvature(ProductCurvature):
         """Return `sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
         return -self.output_inverse(precision).log().sum()
 
-    def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number."""
-        return replace(self, output_factor=self.output_factor.divided(by))
+    def weakened(self, factor: float) -> Self:
+        """Return the curvature divided by a factor."""
+        return replace(self, output_factor=self.output_factor.weakened(factor))

@@ -212,7 +212,7 @@ class KronDiagCurvature(ProductCurvature):
         gamma = self.gamma(precision)
         return (self.nodes * gamma * self._separate_precision(precision)).sum().log() - gamma.log().sum()
 
-    def divided(self, by: float) -> Self:
-        """Return the curvature with both the graph and the separate part divided by a number."""
-        separate = None if self.separate is None else self.separate / by
-        return replace(self, total=self.total / by, separate=separate)
+    def weakened(self, factor: float) -> Self:
+        """Return the curvature with both the graph and the separate part divided by a factor."""
+        separate = None if self.separate is None else self.separate / factor
+        return replace(self, total=self.total / factor, separate=separate)
