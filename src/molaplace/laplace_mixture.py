@@ -40,6 +40,7 @@ from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.rules.objective import Distances, Objective
+from molaplace.rules.rule import check_tuning
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
 from molaplace.structures.distance import ClassDistance
@@ -446,7 +447,7 @@ class LaplaceMixture(Predictor):
                 if reference is not None:
                     notes = data.notes_on_norms(reference, self.distances)
                     start = start.with_parts(reference=reference)
-            tuning = chosen_rule(start.objective(data))
+            tuning = check_tuning(chosen_rule(start.objective(data)), len(self.components))
             tuning = replace(tuning, notes=(*tuning.notes, *notes))
             if team is not None:
                 tuning = team.share(tuning)
@@ -556,6 +557,8 @@ class LaplaceMixture(Predictor):
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
         """Draw last-layer weights from the mixture: first a component according to its weight, then weights from its posterior.
+
+        Of the settings, only the prior precision has an effect; all others act on the logits, not on the weights.
 
         Args:
             n: number of draws.

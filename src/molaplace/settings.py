@@ -156,7 +156,7 @@ class Settings:
     @property
     def neutral(self) -> bool:
         """True if the logits are neither divided nor pooled, as in the paper."""
-        return (self.temperature, self.pooling, self.distance_exponent) == (1, 1, 0)
+        return not self.changed()
 
     def divisors(self, like: Tensor, log_distance: Tensor | None = None, log_excess: Tensor | None = None) -> Tensor:
         """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) without distances.

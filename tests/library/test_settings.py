@@ -8,6 +8,7 @@ import torch
 
 import molaplace as mola
 from molaplace.errors import OptionError
+from molaplace.rules import Tuning
 from molaplace.settings import Settings
 from molaplace.structures.distance import ClassDistance
 from tests.library.problems import data
@@ -72,6 +73,22 @@ def test_tensors_of_one_number_are_numbers():
     posterior = fitted()
     for change in ("with_temperature", "with_pooling", "with_distance_exponent", "with_prior_precision"):
         assert getattr(posterior, change)(torch.tensor(0.5)).settings == getattr(posterior, change)(0.5).settings
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda objective: objective.settings,
+        lambda objective: Tuning("grid", objective.settings.candidates(temperature=[0.5, 2.0])),
+        lambda objective: Tuning("constant", {"prior_precision": 1.0}),
+        lambda objective: Tuning("first", Settings((1.0,))),
+    ],
+    ids=["settings", "candidates", "dictionary", "one network"],
+)
+def test_a_rule_chooses_one_candidate(rule):
+    with pytest.raises(OptionError) as caught:
+        fitted().tune([data()], rule=rule, progress=False)
+    assert caught.value.argument == "rule"
 
 
 def test_a_prediction_computes_variances_and_distances_once(monkeypatch):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
+from molaplace.options import counted
 from molaplace.rules.objective import Objective
 from molaplace.settings import Settings
 
@@ -39,6 +43,28 @@ class Tuning:
         tuples = {name: tuple(entry[name]) for name in ("notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"settings": Settings.from_json(entry["settings"]), "curve": curve}))
+
+
+def check_tuning(tuning: object, num_networks: int) -> Tuning:
+    """Return what a rule returned; raise `OptionError` unless it is a `Tuning` with the settings of one mixture of the networks."""
+    if not isinstance(tuning, Tuning):
+        raise OptionError(
+            f"must return a mola.rules.Tuning, such as Tuning('my rule', settings); got {type(tuning).__name__}.",
+            argument="rule",
+        )
+    settings = tuning.settings
+    if not isinstance(settings, Settings) or any(isinstance(value, Tensor) for value in vars(settings).values()):
+        raise OptionError(
+            "must choose the settings of one candidate, such as candidates[index], where candidates = "
+            f"objective.settings.candidates(...); got {settings!r}.",
+            argument="rule",
+        )
+    if len(settings.precisions) != num_networks:
+        raise OptionError(
+            f"must choose one prior precision for each of {counted(num_networks, 'network')}, got {settings!r}.",
+            argument="rule",
+        )
+    return tuning
 
 
 class Rule:
