@@ -259,12 +259,12 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     # Compute the error rate of the k most confident predictions, for every k.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
-    drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
+    drawn = [answer_threshold(known.select(rows), rate) for rows in splits.drawn()]
     violations = sum(bool(true_rate[(ordered > limit).sum()] > rate) for limit in drawn if limit is not None)
     realised = []
     share = []
     for rows, rest in splits.plain():
-        threshold = answer_threshold(known.rows(rows), rate)
+        threshold = answer_threshold(known.select(rows), rate)
         if threshold is not None:
             answered = known.confidence[rest] > threshold
             wrong = (~known.correct[rest][answered]).double()
@@ -288,7 +288,7 @@ def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> 
     held = []
     sizes = []
     for place, (rows, rest) in enumerate(splits.plain()):
-        made = prediction_sets(known.rows(rows), None, coverage)
+        made = prediction_sets(known.select(rows), None, coverage)
         held.append(float((-known.true_probability[rest] <= made.threshold).double().mean()))
         if place < SIZED:
             sizes.append(float(made(probs[rest]).sum(1).double().mean()))
@@ -348,7 +348,7 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
             measurements.setdefault(name, {}).setdefault(key, []).append(value)
 
     for rows, rest in Splits(len(known), case.calibration, count).plain():
-        outputs = known.rows(rows)
+        outputs = known.select(rows)
         alarm = mola.alarm_threshold(test.score[rows], 0.05)
         made = prediction_sets(outputs, None, 0.9)
         gated_score = torch.where(test.score[rows] > alarm, -math.inf, outputs.confidence)

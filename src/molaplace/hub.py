@@ -83,7 +83,7 @@ def save(
         )
     helpers = {"tokenizer": tokenizer, "processor": processor}
     helpers = {role: helper for role, helper in helpers.items() if helper is not None}
-    if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
+    if evaluation is not None and len({predictor for predictor, _ in evaluation.entries}) > 1:
         raise OptionError(
             "must be results for this posterior alone, from mola.evaluate(posterior, test_loader).",
             argument="evaluation",
@@ -222,7 +222,7 @@ def _card_text(
             metric_type=metric,
             metric_value=round(estimate.value, 6),
         )
-        for (_, dataset), metrics in (evaluation.rows if evaluation else {}).items()
+        for (_, dataset), metrics in (evaluation.entries if evaluation else {}).items()
         for metric, estimate in metrics.items()
     ]
     card = ModelCard.from_template(

@@ -241,13 +241,13 @@ class MoLA(LaplaceMixture):
                 "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), whose bound holds "
                 "everywhere."
             )
-        rows = near.rows()
+        rows = near.select()
         limit = bounds.far_field_limit(
             self.members(rows),
             self.spreads(rows, self.settings),
             self._trained_weights(rows),
             [0 if component.head is None else component.head.inputs for component in self.components],
-            far.rows().phi,
+            far.select().phi,
             self.settings,
         )
         return limit.to(torch.promote_types(outputs.dtype, torch.float32)).to(outputs.device)

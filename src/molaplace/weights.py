@@ -128,11 +128,13 @@ def _newton_step(ratios: Tensor, weights: Tensor, barrier: float) -> tuple[Tenso
     gradient = relative.mean(0) + barrier / weights
     hessian = relative.T @ relative / len(relative) + torch.diag(barrier / weights.square())
     # Scale the system by the weights, because it is very ill-conditioned near a corner of the simplex.
-    scaled = weights[:, None] * hessian * weights
-    toward = torch.linalg.solve(scaled, weights * gradient)
-    along = torch.linalg.solve(scaled, weights)
-    direction = toward - (weights @ toward) / (weights @ along) * along
-    return weights * direction, float(direction @ scaled @ direction)
+    scaled_hessian = weights[:, None] * hessian * weights
+    newton_direction = torch.linalg.solve(scaled_hessian, weights * gradient)
+    constraint_direction = torch.linalg.solve(scaled_hessian, weights)
+    direction = (
+        newton_direction - (weights @ newton_direction) / (weights @ constraint_direction) * constraint_direction
+    )
+    return weights * direction, float(direction @ scaled_hessian @ direction)
 
 
 def _line_search(ratios: Tensor, weights: Tensor, step: Tensor, barrier: float) -> Tensor:

@@ -217,7 +217,7 @@ def process(rank, path):
     found = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
     alone = mola.evaluate(ensemble, test, ood={"far": far})
     assert found.counts == alone.counts
-    for place, row in alone.rows.items():
+    for place, row in alone.entries.items():
         assert_close(found[place], row, "float64")
     dist.barrier()
     dist.destroy_process_group()

@@ -63,7 +63,7 @@ def test_rows_belong_to_inputs():
     rows = DenseRows(torch.tensor([0, 0, 1, 1, 1, 2]), 4)
     dense = PredictionColumns()
     for part in (slice(0, 6), slice(6, 12)):
-        dense.add(prediction[part], targets[part], rows=rows)
+        dense.add(prediction[part], targets[part], dense_rows=rows)
     assert dense.data.groups.tolist() == dense.scores.groups.tolist() == [0, 0, 1, 1, 1, 2, 4, 4, 5, 5, 5, 6]
     labels = (torch.rand(5, 3) > 0.5).double()
     labels[1, 2] = math.nan

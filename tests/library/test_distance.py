@@ -39,11 +39,10 @@ def log_loss(posterior, inputs, labels):
     return -float(posterior(inputs).gather(1, labels[:, None]).log().mean())
 
 
-def reference_distances(network, asked):
+def reference_distances(network, queries):
     inputs, labels = blobs()
-    rows = (features_of(network, some).numpy() for some in (inputs, asked))
-    trained_on, queried = rows
-    return reference.distances(trained_on, labels.numpy(), queried)
+    training_features = features_of(network, inputs).numpy()
+    return reference.distances(training_features, labels.numpy(), features_of(network, queries).numpy())
 
 
 def solved(features, labels, classes=CLASSES):
@@ -69,9 +68,13 @@ class TestAgainstTheFormulas:
 
     def test_class_means_do_not_depend_on_the_weight_of_the_data(self, networks):
         sums = fitted(networks[:1]).components[0].layer.sums
-        whole = ClassDistance.solve(sums)
-        light = ClassDistance.solve(sums.scaled(1e-3, 1))
-        assert_close(light.means @ torch.linalg.pinv(light.root), whole.means @ torch.linalg.pinv(whole.root), "search")
+        unscaled = ClassDistance.solve(sums)
+        downweighted = ClassDistance.solve(sums.scaled(1e-3, 1))
+        assert_close(
+            downweighted.means @ torch.linalg.pinv(downweighted.root),
+            unscaled.means @ torch.linalg.pinv(unscaled.root),
+            "search",
+        )
 
     def test_entropy_that_distance_adds_is_epistemic(self, networks):
         posterior = tuned(networks).with_prior_precision(0.3)

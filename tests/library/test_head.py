@@ -299,7 +299,7 @@ class Exported(nn.Module):
 
     def forward(self, x):
         with evaluating(self.network):
-            rows = capture([self.network], [self.head], x, self.likelihood).rows()
+            rows = capture([self.network], [self.head], x, self.likelihood).select()
             return rows.phi[0], rows.outputs[0]
 
 

@@ -25,8 +25,8 @@ def exact_log_evidence(features: Tensor, targets: Tensor, noise: Tensor, prior: 
     return total
 
 
-def mixture(weights: Tensor, means: Tensor, variances_: Tensor) -> torch.distributions.MixtureSameFamily:
+def mixture(weights: Tensor, means: Tensor, variances: Tensor) -> torch.distributions.MixtureSameFamily:
     """The mixture of normals (n, D), by torch's own distribution: weights (K,), means and variances (K, n, D)."""
-    components = torch.distributions.Normal(means.movedim(0, -1), variances_.movedim(0, -1).sqrt())
+    components = torch.distributions.Normal(means.movedim(0, -1), variances.movedim(0, -1).sqrt())
     choice = torch.distributions.Categorical(weights.expand(*means.shape[1:], -1))
     return torch.distributions.MixtureSameFamily(choice, components)

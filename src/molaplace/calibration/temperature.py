@@ -95,8 +95,8 @@ def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelih
         return logits, labels
     targets = likelihood.targets(labels).flatten()
     labelled = targets >= 0
-    pairs = torch.stack([torch.zeros_like(logits), logits], dim=-1).flatten(1, 2)
-    return pairs[:, labelled], targets[labelled]
+    two_logits = torch.stack([torch.zeros_like(logits), logits], dim=-1).flatten(1, 2)
+    return two_logits[:, labelled], targets[labelled]
 
 
 def temperature_scaled(

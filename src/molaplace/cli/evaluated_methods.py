@@ -107,7 +107,7 @@ class EvaluatedMethods:
             first=columns[self.own].count,
         )
         single, _, _ = flatten(single, labels)
-        whole, labels, rows = flatten(whole, labels)
+        whole, labels, dense_rows = flatten(whole, labels)
         predictions = {method: self._without_laplace(method, whole) for method in self.alone}
         for method, prediction in {**predictions, LAPLACE: single, self.own: whole}.items():
             sets = None
@@ -117,7 +117,14 @@ class EvaluatedMethods:
                 intervals = {level: calibrated(prediction) for level, calibrated in self.intervals.items()}
             scores = self._scores(prediction, laplace=method not in self.alone)
             columns[method].add(
-                prediction, labels, scores=scores, sets=sets, intervals=intervals, rows=rows, detail=True, where=where
+                prediction,
+                labels,
+                scores=scores,
+                sets=sets,
+                intervals=intervals,
+                dense_rows=dense_rows,
+                detail=True,
+                where=where,
             )
 
     def _without_laplace(self, method: str, whole: Any) -> Any:

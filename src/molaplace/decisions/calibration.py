@@ -106,7 +106,7 @@ class Calibration:
     def __len__(self) -> int:
         return len(self.label)
 
-    def rows(self, chosen: Tensor) -> Calibration:
+    def select(self, chosen: Tensor) -> Calibration:
         """Return the subset of the data selected by an index or mask."""
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 

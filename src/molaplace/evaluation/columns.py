@@ -79,7 +79,7 @@ class Columns:
         """Index of each row's input, of shape (n,), or None if each row is a separate input."""
         return self[INPUT].long() if INPUT in self else None
 
-    def rows(self, chosen: slice | Tensor) -> Columns:
+    def select(self, chosen: slice | Tensor) -> Columns:
         """Return a table with some of the rows, given as a slice or a mask."""
         return Columns(self.names, [torch.cat(self.parts)[chosen]])
 
@@ -119,7 +119,7 @@ class PredictionColumns:
         scores: Mapping[str, Tensor] | None = None,
         sets: Tensor | None = None,
         intervals: Mapping[float, tuple[Tensor, Tensor]] | None = None,
-        rows: DenseRows | None = None,
+        dense_rows: DenseRows | None = None,
         detail: bool = False,
         where: str = "the labels",
     ) -> None:
@@ -132,12 +132,12 @@ class PredictionColumns:
                 the prediction's own score.
             sets: prediction sets as masks, shape (n, C).
             intervals: calibrated intervals by coverage; lower and upper ends, each of shape (n, D).
-            rows: for dense outputs, the inputs to which the rows belong.
+            dense_rows: for dense outputs, the inputs to which the rows belong.
             detail: whether to add the columns of figures for regression: intervals at all levels, and the scores of each output.
             where: name of the batch, used in error messages.
         """
-        if rows is not None and not len(rows.inputs):  # every position is ignored
-            self.count += rows.num_inputs
+        if dense_rows is not None and not len(dense_rows.inputs):  # every position is ignored
+            self.count += dense_rows.num_inputs
             return
         if isinstance(prediction, RegressionPrediction):
             scores = regression_scores(prediction) if scores is None else scores
@@ -145,20 +145,20 @@ class PredictionColumns:
         else:
             if scores is None:
                 scores = {"max probability": _max_probability(prediction), "ood score": prediction.ood_score}
-            data = _classification_columns(prediction, labels, sets, where, dense=rows is not None)
+            data = _classification_columns(prediction, labels, sets, where, dense=dense_rows is not None)
             outputs = {}
         # The columns may contain INPUT, the index of each row's row in `scores`.
-        if rows is None:
+        if dense_rows is None:
             if INPUT in data:
                 data[INPUT] = data[INPUT] + self.count
             self.count += len(prediction)
         else:
-            inputs = rows.inputs + self.count
+            inputs = dense_rows.inputs + self.count
             scores = {INPUT: inputs, **scores}
             data[INPUT] = inputs[data[INPUT]] if INPUT in data else inputs
             if outputs:
                 outputs[INPUT] = inputs.repeat_interleave(len(outputs["output"]) // len(inputs))
-            self.count += rows.num_inputs
+            self.count += dense_rows.num_inputs
         self.data.add(data)
         self.scores.add({name: score.flatten() for name, score in scores.items()})
         if outputs:

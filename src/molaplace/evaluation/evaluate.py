@@ -39,7 +39,7 @@ SCORE_SUFFIXES = {"max probability": "confidence", "variance": "std", "ood score
 class Evaluation:
     """A table of metrics. `table[predictor, data]` maps the name of each metric to an `Estimate`: a value and its standard error."""
 
-    rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
+    entries: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
     """Number of inputs evaluated for each row of the table."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
@@ -47,10 +47,10 @@ class Evaluation:
     predictions in each of 15 confidence bins."""
 
     def __getitem__(self, key: tuple[str, str]) -> Mapping[str, Estimate]:
-        if key not in self.rows:
-            listed = ", ".join(map(str, self.rows))
+        if key not in self.entries:
+            listed = ", ".join(map(str, self.entries))
             raise KeyError(f"there is no row {key!r}; expected (predictor, data) to be one of {listed}")
-        return self.rows[key]
+        return self.entries[key]
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
@@ -60,14 +60,14 @@ class Evaluation:
             {"count": self.counts[key]}
             | {name: estimate.value for name, estimate in estimates.items()}
             | {f"{name}_se": estimate.error for name, estimate in estimates.items()}
-            for key, estimates in self.rows.items()
+            for key, estimates in self.entries.items()
         ]
-        return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
+        return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.entries, names=["predictor", "data"]))
 
     def __repr__(self) -> str:
         # Labelled data and outliers are shown in separate tables, each with its own header.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
-        for key, estimates in self.rows.items():
+        for key, estimates in self.entries.items():
             table = tables.setdefault(tuple(estimates), [["predictor", "data", "count", *estimates]])
             table.append([*key, f"{self.counts[key]:,}", *map(str, estimates.values())])
         return "\n\n".join(_aligned(table) for table in tables.values())
@@ -211,7 +211,7 @@ def _read(
             )
         with located(place):
             prediction = mixture.predict_batch(batch.inputs).cpu()
-        prediction, labels, rows = flatten_positions(
+        prediction, labels, dense_rows = flatten_positions(
             prediction,
             batch.labels if labelled else None,
             place,
@@ -219,7 +219,7 @@ def _read(
             positions=positions,
             first=columns.count,
         )
-        columns.add(prediction, labels, rows=rows, where=place)
+        columns.add(prediction, labels, dense_rows=dense_rows, where=place)
     columns = columns.gather(team)
     if labelled and not len(columns.data):
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")

@@ -173,7 +173,7 @@ def _overlaps(data: Columns, classes: int) -> Tensor:
 def _by_type(data: Columns, types: Sequence[str]) -> dict[str, dict[str, float]]:
     by_type = {}
     for first, name in enumerate(types[: len(data)]):
-        values = _values(measured(PredictionColumns(data.rows(slice(first, None, len(types))))))
+        values = _values(measured(PredictionColumns(data.select(slice(first, None, len(types))))))
         # Six digits suffice for metrics on a few hundred examples and keep files small.
         by_type[name] = {metric: float(f"{values[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return by_type
@@ -226,7 +226,7 @@ def examples_of(predictions: PredictionColumns) -> Examples:
 def _regression_detail(predictions: PredictionColumns, names: Sequence[str]) -> RegressionDetail:
     coverages = {level: mean_column(predictions.data, f"covered[{level}]") for level in NOMINAL_LEVELS}
     index = predictions.outputs["output"]
-    outputs = {name: predictions.outputs.rows(index == output) for output, name in enumerate(names[:MOST_OUTPUTS])}
+    outputs = {name: predictions.outputs.select(index == output) for output, name in enumerate(names[:MOST_OUTPUTS])}
     measurements = {name: measured(PredictionColumns(columns)) for name, columns in outputs.items()}
     return RegressionDetail(
         coverage=[[level, coverage.value, known_error(coverage)] for level, coverage in coverages.items()],

@@ -50,7 +50,7 @@ class Captured:
     """The input and output of every network's head for one batch, as views of the networks' tensors."""
 
     heads: Sequence[Head | None]
-    """The networks' heads; None where only the outputs are needed."""
+    """The networks' heads; None where only the outputs are needed, or where the features need no constant 1, like Jacobians."""
     features: Sequence[Tensor]
     """Features (n, P') without the constant 1 or, if the outputs are dense, (n, positions, P'). P' is 0 if there is no head."""
     outputs: Sequence[Tensor]
@@ -62,7 +62,7 @@ class Captured:
     """Labels of the rows in use, as converted by the likelihood; None if there are no labels."""
 
     def __len__(self) -> int:
-        return self.layout.rows if self.in_use is None else len(self.in_use)
+        return self.layout.num_rows if self.in_use is None else len(self.in_use)
 
     @property
     def used_inputs(self) -> int:
@@ -71,20 +71,20 @@ class Captured:
             return self.layout.inputs
         return len(torch.unique_consecutive(self.in_use // self.layout.count))
 
-    def rows(self, index: slice | Tensor = EVERY) -> Rows:
+    def select(self, index: slice | Tensor = EVERY) -> Rows:
         """Return the rows at the given indices, without labels; by default, every row."""
-        features = [self._select(values, index) for values in self.features]
+        features = [self._at(values, index) for values in self.features]
         pairs = zip(self.heads, features, strict=True)
         phi = [to_float64(values) if head is None else head.lift(values) for head, values in pairs]
-        return Rows(phi, [to_float64(self._select(values, index)) for values in self.outputs])
+        return Rows(phi, [to_float64(self._at(values, index)) for values in self.outputs])
 
-    def _select(self, values: Tensor, index: slice | Tensor) -> Tensor:
+    def _at(self, values: Tensor, index: slice | Tensor) -> Tensor:
         if isinstance(index, slice):
             if not self.layout.sizes:
                 return values[index]
             if index == EVERY:
                 return values.flatten(0, 1)
-            index = torch.arange(*index.indices(self.layout.rows))
+            index = torch.arange(*index.indices(self.layout.num_rows))
         index = index.to(values.device)
         # Flattening first would copy whole feature maps.
         return values[index // self.layout.count, index % self.layout.count] if self.layout.sizes else values[index]
@@ -96,14 +96,14 @@ class Captured:
         as in a trace with a dynamic batch size, all rows form a single chunk.
         """
         size = rows_at_once(self.features, row_size)
-        total = self.layout.rows if self.in_use is None else len(self.in_use)
+        total = self.layout.num_rows if self.in_use is None else len(self.in_use)
         if not isinstance(total, int) or (self.in_use is None and total <= size):
-            yield replace(self.rows(), labels=self.labels)
+            yield replace(self.select(), labels=self.labels)
             return
         for start in range(0, max(total, 1), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield replace(self.rows(part if self.in_use is None else self.in_use[part]), labels=labels)
+            yield replace(self.select(part if self.in_use is None else self.in_use[part]), labels=labels)
 
     def copied(self) -> Captured:
         """Copy the tensors, because a loader or network may reuse their memory. Dense outputs are too large to copy."""
@@ -119,7 +119,7 @@ class Captured:
         """Raise `DataError` if the features or outputs of any row in use are not finite."""
         for number, values in enumerate(self.outputs):
             if not bool(values.isfinite().all()):
-                rows = self.rows(EVERY if self.in_use is None else self.in_use)
+                rows = self.select(EVERY if self.in_use is None else self.in_use)
                 with located(f"networks[{number}]"):
                     check_finite(rows.phi[number], rows.outputs[number], self.in_use)
 
@@ -127,7 +127,7 @@ class Captured:
         """Raise `HeadError` if the outputs of a network without a known head are probabilities."""
         for number, head in enumerate(self.heads):
             if head is None:
-                outputs = to_float64(self._select(self.outputs[number], slice(0, 4096)))
+                outputs = to_float64(self._at(self.outputs[number], slice(0, 4096)))
                 with located(f"networks[{number}]"):
                     check_logits(networks[number], inputs, outputs, likelihood)
 
@@ -322,7 +322,7 @@ def _with_labels(captured: Captured, labels: Tensor, likelihood: Likelihood, pla
     else:
         labels = labels.clone()  # the loader may reuse this memory for the next batch
     device = float64_device(like.device)
-    count = captured.layout.rows if in_use is None else len(in_use)
+    count = captured.layout.num_rows if in_use is None else len(in_use)
     if count == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
         empty = labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64)
         return replace(captured, labels=empty, in_use=in_use)
@@ -339,7 +339,7 @@ def _with_labels(captured: Captured, labels: Tensor, likelihood: Likelihood, pla
 def _with_drawn_positions(captured: Captured, most: int, first_input: int) -> Captured:
     # Return at most `most` of the rows in use of each input.
     layout = captured.layout
-    in_use = torch.arange(layout.rows, device="cpu") if captured.in_use is None else captured.in_use
+    in_use = torch.arange(layout.num_rows, device="cpu") if captured.in_use is None else captured.in_use
     counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)

@@ -61,7 +61,7 @@ class Layout:
         return math.prod(self.sizes)
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows: one for each position of each input."""
         return self.inputs * self.count
 
@@ -87,17 +87,17 @@ class Layout:
 
         `outputs` (the number of outputs at each position) and `place` (the name of the batch) are used only in error messages.
         """
-        plain = (self.inputs, *self.sizes)
-        if labels.shape == plain:
+        label_shape = (self.inputs, *self.sizes)
+        if labels.shape == label_shape:
             return labels.flatten()
         # The likelihood checks the width, because a heteroscedastic Gaussian has fewer targets than outputs.
-        if labels.dim() == len(plain) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
+        if labels.dim() == len(label_shape) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
             return self.by_position(labels).flatten(0, 1)
         remedy = ""
-        if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
+        if labels.shape[:1] == label_shape[:1] and labels.dim() == len(label_shape):
             remedy = " Use nearest-neighbour interpolation to resize the labels to the size of the outputs."
         raise DataError(
-            f"expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
+            f"expected labels of shape {label_shape} (one for each position) or {self.shape(outputs)} (one for each output); got "
             f"labels of shape {tuple(labels.shape)}.{remedy}",
             place=place,
         )

@@ -222,8 +222,8 @@ def read_held_out(
             for rows in batch.chunks():
                 for index in range(len(networks)):
                     # Copy the tensors, because the network may reuse their memory for the next batch.
-                    precision = batch.features[index].dtype
-                    phi[index].append(rows.phi[index].cpu().to(precision, copy=True))
+                    dtype = batch.features[index].dtype
+                    phi[index].append(rows.phi[index].cpu().to(dtype, copy=True))
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())

@@ -57,7 +57,7 @@ def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
 
-    def part(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
+    def entry_of(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
         head = component.head
         assert head is not None  # every component with a last layer has a head
         if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
@@ -65,18 +65,18 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"the weights of head {head.name!r} have changed since the posterior was fitted. Fit again.",
                 place=f"networks[{index}]",
             )
-        described = {name: getattr(head, name) for name in HEAD}
-        return {"head": described, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
+        saved_head = {name: getattr(head, name) for name in HEAD}
+        return {"head": saved_head, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
 
-    document, tensors = pack_components(posterior, part)
+    document, tensors = pack_components(posterior, entry_of)
     structure = describe(posterior.components[0].require_layer("saving").structure, STRUCTURES, "structure")
     return {"kind": KIND, "structure": structure, **document}, tensors
 
 
 def pack_components(
-    posterior: LaplaceMixture, part: Callable[[int, Component, LastLayer], dict[str, Any]]
+    posterior: LaplaceMixture, entry_of: Callable[[int, Component, LastLayer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a posterior, without its structure, as JSON and tensors. `part` provides additional entries for each component."""
+    """Return a posterior, without its structure, as JSON and tensors. `entry_of` provides additional entries for each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     entries, tensors = pack_sums([layer.sums for layer in layers])
     document = {
@@ -89,7 +89,7 @@ def pack_components(
     }
     with evaluating(*posterior.networks):
         parts = [
-            {"network": state_checksum(component.network)} | part(index, component, layers[index]) | entries[index]
+            {"network": state_checksum(component.network)} | entry_of(index, component, layers[index]) | entries[index]
             for index, component in enumerate(posterior.components)
         ]
     return {**document, "components": parts}, tensors

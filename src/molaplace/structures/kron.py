@@ -44,7 +44,7 @@ class KronCurvature(ProductCurvature):
 
     output_factor: OutputFactor
 
-    def output_inverse(self, precision: Precision) -> Tensor:
+    def output_inverse_eigenvalues(self, precision: Precision) -> Tensor:
         """Return the eigenvalues (..., C) of U."""
         values = self.output_factor.values
         return 1 / (self.count**0.5 * values + as_column(precision, values, 1) ** 0.5)
@@ -52,12 +52,12 @@ class KronCurvature(ProductCurvature):
     def output_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
         """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
         vectors = self.output_factor.directions(centred=centred)
-        return self.output_inverse(precision)[..., : vectors.shape[1]] @ vectors.square().T
+        return self.output_inverse_eigenvalues(precision)[..., : vectors.shape[1]] @ vectors.square().T
 
     def output_covariance(self, precision: float, *, centred: bool = False) -> Tensor:
         """Return U (C, C) or, if `centred` is True, its centred part."""
         vectors = self.output_factor.directions(centred=centred)
-        return (vectors * self.output_inverse(precision)[: vectors.shape[1]]) @ vectors.T
+        return (vectors * self.output_inverse_eigenvalues(precision)[: vectors.shape[1]]) @ vectors.T
 
     @property
     def noise_size(self) -> int:
@@ -67,18 +67,18 @@ class KronCurvature(ProductCurvature):
     def output_draws(self, precision: float, noise: Tensor) -> Tensor:
         """Return `U^1/2 noise` in the visible directions."""
         vectors = self.output_factor.directions(centred=True)
-        return noise @ (vectors * self.output_inverse(precision)[: vectors.shape[1]].sqrt()).T
+        return noise @ (vectors * self.output_inverse_eigenvalues(precision)[: vectors.shape[1]].sqrt()).T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw standard normals E and return `U^1/2 E V^1/2`."""
         noise = standard_normals((count, self.outputs, self.features), generator)
-        left = self.output_factor.vectors * self.output_inverse(precision).sqrt()
+        left = self.output_factor.vectors * self.output_inverse_eigenvalues(precision).sqrt()
         right = self.feature_factor.vectors * self.feature_inverse(precision).sqrt()
         return left @ noise.to(left.device) @ right.T
 
     def output_log_determinant(self, precision: Tensor) -> Tensor:
         """Return `sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
-        return -self.output_inverse(precision).log().sum()
+        return -self.output_inverse_eigenvalues(precision).log().sum()
 
     def weakened(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""

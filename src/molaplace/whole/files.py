@@ -34,12 +34,12 @@ SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONE
 def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
     """Write a posterior, without its networks, to a folder, and return the folder's path."""
 
-    def part(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
+    def entry_of(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
         structure = structure_of(component)
         blocks = [asdict(block) | {"names": list(block.names)} for block in structure.layout.blocks]
         return {"blocks": blocks, "outputs": structure.outputs}
 
-    document, tensors = pack_components(posterior, part)
+    document, tensors = pack_components(posterior, entry_of)
     for index, component in enumerate(posterior.components):
         chosen = structure_of(component).layout.chosen
         if chosen is not None:
@@ -77,11 +77,13 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
         ) from error
 
 
-def _component(network: nn.Module, part: Mapping[str, Any], name: str, sums: Sums, chosen: Tensor | None) -> Component:
-    layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in part["blocks"]))
+def _component(
+    network: nn.Module, entry: Mapping[str, Any], structure_name: str, sums: Sums, chosen: Tensor | None
+) -> Component:
+    layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in entry["blocks"]))
     if chosen is not None:
         layout = replace(layout, chosen=_checked_indices(chosen, layout.total))
-    structure = WholeStructure(layout, part["outputs"], one_of(name, NAMES, "structure"))
+    structure = WholeStructure(layout, entry["outputs"], one_of(structure_name, NAMES, "structure"))
     component = make_component(network, structure, sums, CATEGORICAL)
     layer: Any = component.require_layer("loading")
     if layer.curvature.values.shape != layer.weights.shape:
