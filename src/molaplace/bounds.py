@@ -38,7 +38,7 @@ from molaplace.errors import BoundError, OptionError
 from molaplace.likelihoods.base import Likelihood, Members, mixed, pooled
 from molaplace.links import Link, Probit, probit_scaled
 from molaplace.settings import Settings
-from molaplace.structures.base import LayerCurvature, Spread
+from molaplace.structures.base import Spread
 
 SCALE = 2.0**20
 """Factor by which inputs are scaled to test whether features scale with the inputs; a power of two avoids rounding."""
@@ -69,8 +69,7 @@ def component_bounds(
     for spread, weights, divisor in zip(spreads, trained_weights, members.divisors, strict=False):
         if spread is None:
             break
-        assert isinstance(spread.curvature, LayerCurvature)  # only posteriors over last layers have bounds
-        smallest = spread.curvature.smallest_class_variance(float(spread.precision))
+        smallest = spread.smallest_class_variance()
         norms = torch.linalg.vector_norm(spread.phi, dim=1, keepdim=True)
         # The numerator of the bound is |mu| |phi| / s, and its denominator is sqrt(s^2 + pi/8 lambda_min |phi|^2) / s.
         # Without scaling, |phi| is left out of both, and their ratio is the bound that holds for every input.

@@ -1,6 +1,7 @@
 """The Lemma, the Theorem and the exact far-field limit, on bias-free ReLU networks and beyond."""
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
     assert close(there.probs, posterior.far_field_limit(inputs), 1e-5)
     assert close(posterior(1e9 * inputs), posterior.far_field_limit(inputs), 1e-7)
     assert close(posterior.with_temperature(3.0).far_field_limit(inputs), posterior.far_field_limit(inputs))
+
+
+@pytest.mark.parametrize("setting", [setting for setting in fields(Settings) if setting.name != "prior_precision"])
+@pytest.mark.parametrize("value", [0.01, 0.4, 2.5])
+def test_the_bound_holds_at_every_setting(structure, setting, value):
+    posterior, inputs = fitted([bias_free(seed) for seed in range(3)], structure=structure)
+    value = min(value, setting.metadata["high"])
+    settings = replace(posterior.settings, **{"distance_exponent": 1.5, setting.name: value})
+    posterior = posterior.with_parts(settings=settings)
+    for scaled in (inputs, 0.1 * inputs, 30 * inputs):
+        assert bool((posterior.predict(scaled).confidence <= posterior.confidence_bound(scaled) + 1e-12).all())
 
 
 def alone(posterior):

@@ -204,6 +204,11 @@ class Spread:
         """Return the covariance (..., n, C, C) of the logits for a single prior precision."""
         return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
 
+    def smallest_class_variance(self) -> Tensor:
+        """Return the smallest eigenvalue (..., C) of each output's weight covariance, divided as the logits are."""
+        assert isinstance(self.curvature, LayerCurvature)  # only last layers have one block of weights for each output
+        return self.curvature.smallest_class_variance(float(self.precision)) / self.divisor**2
+
     @property
     def noise_size(self) -> int:
         """Number of standard normal variables in one draw of the logits."""
