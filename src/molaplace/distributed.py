@@ -98,6 +98,10 @@ class Team:
                         f"{got.get(name)!r}. Call the same functions with the same options in every process; only the data may differ."
                     )
 
+    def unique(self, indices: Any) -> Any:
+        """Return indices of this process's data, as a number or a tensor, that no other process has."""
+        return indices + (self.rank << 40)
+
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sum each tensor over all ranks in float64; each sum keeps its tensor's dtype and device.
 

@@ -123,7 +123,7 @@ class HeldOut(Rows):
             targets = self.likelihood.targets(self.labels)
             if targets.dim() == 2:
                 inputs = (targets >= 0).nonzero()[:, 0]
-        groups: Tensor = torch.unique(self.team.gather(inputs + (self.team.rank << 40)), return_inverse=True)[1]
+        groups: Tensor = torch.unique(self.team.gather(self.team.unique(inputs)), return_inverse=True)[1]
         return groups
 
     def accuracy(self) -> tuple[float, float]:
