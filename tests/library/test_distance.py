@@ -46,7 +46,7 @@ def reference_distances(network, queries):
 
 
 def solved(features, labels, classes=CLASSES):
-    return ClassDistance.solve(Sums(distance_sums(features, labels, classes, predicted=False), len(features)))
+    return ClassDistance.from_sums(Sums(distance_sums(features, labels, classes, predicted=False), len(features)))
 
 
 class TestAgainstTheFormulas:
@@ -68,8 +68,8 @@ class TestAgainstTheFormulas:
 
     def test_class_means_do_not_depend_on_the_weight_of_the_data(self, networks):
         sums = fitted(networks[:1]).components[0].layer.sums
-        unscaled = ClassDistance.solve(sums)
-        downweighted = ClassDistance.solve(sums.scaled(1e-3, 1))
+        unscaled = ClassDistance.from_sums(sums)
+        downweighted = ClassDistance.from_sums(sums.scaled(1e-3, 1))
         assert_close(
             downweighted.means @ torch.linalg.pinv(downweighted.root),
             unscaled.means @ torch.linalg.pinv(unscaled.root),

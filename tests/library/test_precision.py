@@ -177,7 +177,7 @@ def test_distances_of_tight_classes(spread):
     means = torch.randn(10, 24).relu()
     labels = torch.randint(10, (800,))
     features = means[labels] + spread * torch.logspace(0, -2, 24) * torch.randn(800, 24)
-    distance = ClassDistance.solve(Sums(distance_sums(features, labels, 10, predicted=False), 800))
+    distance = ClassDistance.from_sums(Sums(distance_sums(features, labels, 10, predicted=False), 800))
     exact = distance.logs(features)[0]
     rounded = distance.logs(features.float().double())[0]
     assert float((exact - rounded).abs().max()) < 1e-3

@@ -178,7 +178,7 @@ class Likelihood(ABC):
         return outputs
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """Return the rows of a head's weights (C, P) that belong to uncertain outputs."""
+        """Return the rows of a head's weights (C, P) that belong to uncertain outputs: all of them, except for predicted variances."""
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
@@ -186,11 +186,11 @@ class Likelihood(ABC):
         return {}
 
     def fitted(self, sums: Sums) -> Self:
-        """Return the likelihood with parameters estimated from the sums over all the training data."""
+        """Return the likelihood with parameters estimated from the sums over all the training data; only the Gaussian has any."""
         return self
 
     def sums_at_noise(self, sums: Sums) -> Sums:
-        """Return the sums with the curvature converted from unit noise to the likelihood's noise level."""
+        """Return the sums with the curvature converted from unit noise to the likelihood's noise level, if it has one."""
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:

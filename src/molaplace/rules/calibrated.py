@@ -145,7 +145,7 @@ class Search:
         self.tried = []
 
     def ensembles(self) -> tuple[Trial, Trial]:
-        """Return the plain ensemble (T = 1) and the temperature-scaled ensemble."""
+        """Return the plain ensemble (T = 1) and the temperature-scaled ensemble, at the onset that every later trial keeps."""
         distances = self.objective.distances
         onset = 1.0 if distances is None else distance_onset(distances)
         ensemble = self.objective.settings.candidates(prior_precision=[NO_COVARIANCE], onset=onset)
@@ -216,7 +216,8 @@ class Search:
         high = math.log(HOTTEST)
         rows = np.arange(len(candidates))
         centres = np.full(len(candidates), math.log(around))
-        # Try five temperatures in each round, with ever smaller steps around the best temperature.
+        # Try five temperatures in each round, with ever smaller steps around the best temperature. With S candidates and n data, `logs`
+        # has shape (S, 5), and `losses` (S, 5, n).
         for step in (width / 2, width / 6, width / 18):
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
             losses = self._losses(candidates, np.exp(logs))

@@ -49,7 +49,7 @@ class Objective:
     link: Link
     """Map from logits to probabilities."""
     predictor_at: Callable[[Settings], Callable[[Rows], Predictive]]
-    """Function that maps candidates to a function from rows to predictive distributions."""
+    """Function that maps candidates to a function from rows to predictive distributions, `LaplaceMixture.distribution_of`."""
     fixed_weights: bool
     """True if the mixture's weights do not depend on the settings, so that many candidates can be evaluated at once."""
     log_evidence: Sequence[Callable[[Tensor], Tensor]]

@@ -143,7 +143,7 @@ class Curvature(ABC):
         """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
     @abstractmethod
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor, such as that of the noise variance; the variances of the logits grow."""
 
 

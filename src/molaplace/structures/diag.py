@@ -110,6 +110,6 @@ class DiagCurvature(LayerCurvature):
         """Return `1 / (max_p H_cp + lambda)`."""
         return self.inverse(precision).amin(1)
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""
         return replace(self, diagonal=self.diagonal / factor)

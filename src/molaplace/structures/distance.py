@@ -78,7 +78,7 @@ class ClassDistance:
     """Number of training examples assigned to their predicted class because they had no label."""
 
     @staticmethod
-    def solve(sums: Sums) -> ClassDistance | None:
+    def from_sums(sums: Sums) -> ClassDistance | None:
         """Compute the class means and the inverse covariance from the sums; return None if the required sums are missing."""
         if COUNTS not in sums.tensors:
             return None

@@ -40,7 +40,7 @@ class FeatureFactor:
     """Eigenvectors Q_B (P, P)."""
 
     @staticmethod
-    def solve(gram: Tensor, count: int) -> FeatureFactor:
+    def from_gram(gram: Tensor, count: int) -> FeatureFactor:
         """Eigendecompose the mean, given the sum (P, P) of the features' outer products."""
         return FeatureFactor(*eigensystem(gram / count))
 
@@ -73,7 +73,7 @@ class OutputFactor:
     """Number of output directions with curvature."""
 
     @staticmethod
-    def solve(sums: Sums) -> OutputFactor:
+    def from_sums(sums: Sums) -> OutputFactor:
         """Eigendecompose the mean of the coupled and the separate curvature."""
         matrices = []
         if "coupling" in sums.tensors:
@@ -97,7 +97,7 @@ class OutputFactor:
         """Return all eigenvectors or, if `centred` is True, only those with curvature."""
         return self.vectors[:, : self.visible] if centred else self.vectors
 
-    def weakened(self, factor: float) -> OutputFactor:
+    def divided_by(self, factor: float) -> OutputFactor:
         """Return the factor divided by a factor."""
         return replace(self, values=self.values / factor)
 
@@ -132,19 +132,19 @@ class KroneckerStructure(Structure):
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)
-        added = total + batch
+        summed = total + batch
         averages = {}  # the sums for labels and distances are never averaged
         for name in {"gram", "coupling", "separate"} & batch.tensors.keys():
-            mean = batch.tensors[name] / batch.count
-            before = total.tensors[name] / total.count if total.count else torch.zeros_like(mean)
-            averages[name] = added.count * (beta * before + (1 - beta) * mean)
-        return replace(added, tensors=added.tensors | averages)
+            batch_mean = batch.tensors[name] / batch.count
+            previous_mean = total.tensors[name] / total.count if total.count else torch.zeros_like(batch_mean)
+            averages[name] = summed.count * (beta * previous_mean + (1 - beta) * batch_mean)
+        return replace(summed, tensors=summed.tensors | averages)
 
     @staticmethod
     def solve_factors(sums: Sums) -> tuple[int, int, int, FeatureFactor, OutputFactor]:
         """Eigendecompose both factors; return the numbers of outputs, features and data points, and the factors."""
-        output_factor = OutputFactor.solve(sums)
-        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        output_factor = OutputFactor.from_sums(sums)
+        feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
         return len(output_factor.values), len(feature_factor.values), sums.count, feature_factor, output_factor
 
     def bytes(self, features: int, outputs: int) -> int:

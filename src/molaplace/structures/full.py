@@ -68,7 +68,7 @@ class Full(Structure):
         reduced = torch.einsum("ir,ipjq,js->rpsq", basis, hessian, basis).reshape(size, size)
         values, vectors = eigensystem(reduced)
         rotated = torch.einsum("ir,rpm->ipm", basis, vectors.view(-1, width, size))
-        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
         return FullCurvature(outputs, width, values, rotated, hidden_basis, feature_factor)
 
     def bytes(self, features: int, outputs: int) -> int:
@@ -151,6 +151,6 @@ class FullCurvature(LayerCurvature):
             self.features, dtype=vectors.dtype, device=vectors.device
         )
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""
         return replace(self, values=self.values / factor)

@@ -80,6 +80,6 @@ class KronCurvature(ProductCurvature):
         """Return `sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
         return -self.output_inverse_eigenvalues(precision).log().sum()
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""
-        return replace(self, output_factor=self.output_factor.weakened(factor))
+        return replace(self, output_factor=self.output_factor.divided_by(factor))

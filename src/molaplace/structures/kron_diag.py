@@ -78,7 +78,7 @@ class KronDiag(Structure):
         }
         separate = means.get("separate")
         degrees = means["degrees"] if separate is None else means.get("degrees", torch.zeros_like(separate))
-        feature_factor = FeatureFactor.solve(sums.tensors["gram"], sums.count)
+        feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
         outputs = len(degrees)
         features = len(feature_factor.values)
         return KronDiagCurvature(outputs, features, sums.count, feature_factor, *graph_of_degrees(degrees), separate)
@@ -212,7 +212,7 @@ class KronDiagCurvature(ProductCurvature):
         gamma = self.gamma(precision)
         return (self.nodes * gamma * self._separate_precision(precision)).sum().log() - gamma.log().sum()
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature with both the graph and the separate part divided by a factor."""
         separate = None if self.separate is None else self.separate / factor
         return replace(self, total=self.total / factor, separate=separate)

@@ -93,6 +93,6 @@ class KronExactCurvature(LayerCurvature):
         """Return the smallest value in each row of `output_inverse`, the smallest eigenvalue of the output's covariance."""
         return self.output_inverse(precision).amin(1)
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""
-        return replace(self, output_factor=self.output_factor.weakened(factor))
+        return replace(self, output_factor=self.output_factor.divided_by(factor))
