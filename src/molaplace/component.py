@@ -33,11 +33,11 @@ class LastLayer:
     """Distances from the training classes, or None if they were not computed during the fit."""
 
     @staticmethod
-    def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
+    def from_sums(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
         """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
         curvature = structure.solve(likelihood.sums_at_noise(sums))
-        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(sums))
 
     def to(self, device: torch.device) -> LastLayer:
         """Return the same approximation on another device."""
@@ -74,7 +74,7 @@ class Component(nn.Module):
         if layer is None or factor == 1:
             return self
         assert isinstance(self.likelihood, Gaussian)
-        scaled = replace(layer, curvature=layer.curvature.weakened(factor**2))
+        scaled = replace(layer, curvature=layer.curvature.divided_by(factor**2))
         return Component(self.network, self.head, scaled, self.likelihood.noise_scaled(factor, len(layer.weights)))
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:

@@ -201,24 +201,20 @@ def fit(
 
     # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
-        heads, batches = _find_heads(models, names, train_loader, likelihood, team)
-        heads = [replace(layer, ignore_index=ignore_index) for layer in heads]
-        check_size(structure, [layer.width for layer in heads], heads[0].outputs)
+        heads, batches = _heads_and_batches(models, names, train_loader, likelihood, team)
+        heads = [replace(head, ignore_index=ignore_index) for head in heads]
+        check_size(structure, [head.width for head in heads], heads[0].outputs)
         needs_checksums = checkpoint is not None or team.size > 1
         identity = {
             "networks": [state_checksum(model) for model in models] if needs_checksums else [],
-            "heads": [
-                [layer.name, layer.outputs, layer.width, layer.every_position, layer.dense_axes] for layer in heads
-            ],
+            "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
             "structure": {"name": structure.name, **structure.settings()},
             "likelihood": {"name": likelihood.name, **likelihood.settings()},
             "options": [distances, positions, ignore_index],
         }
         team.agree(identity, "fit")
         done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
-        pairs = zip(done.sums, heads, strict=True)
-        done.sums = [total.to(float64_device(layer.layer.weight.device)) for total, layer in pairs]
-        for batch in stream(
+        captured_batches = stream(
             models,
             heads,
             checkpoints.resume(batches, done),
@@ -229,17 +225,15 @@ def fit(
             positions=positions,
             ignore_index=ignore_index,
             first_batch=done.batches,
-            first_input=done.inputs + (team.rank << 40),  # each process draws different positions
+            first_input=team.unique(done.inputs),  # each process draws different positions
             required=team.size == 1,
-        ):
+        )
+        done.sums = [
+            total.to(float64_device(head.module.weight.device)) for total, head in zip(done.sums, heads, strict=True)
+        ]
+        for batch in captured_batches:
             if len(batch):
-                # Do not store the batch's sums in a variable: they are as large as the totals and would stay in memory after the loop.
-                done.sums = [
-                    structure.accumulate(*totals_and_batch)
-                    for totals_and_batch in zip(
-                        done.sums, _batch_sums(batch, heads, structure, likelihood, distances), strict=True
-                    )
-                ]
+                done.sums = _with_batch(done.sums, batch, heads, structure, likelihood, distances)
             done.batches += 1
             done.inputs += batch.layout.inputs
             done.used_inputs += batch.used_inputs
@@ -251,12 +245,10 @@ def fit(
         if positions == "average" and heads[0].dense_axes:
             number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
             totals = [total.scaled(number / total.count, number) for total in totals]
-        components = []
-        for network, layer, total in zip(models, heads, totals, strict=True):
-            # In regression, this call estimates the noise from the sums unless the noise is given.
-            fitted = likelihood.fitted(total)
-            solved = LastLayer.solve(structure, total, layer.weights(), fitted)
-            components.append(Component(network, layer, solved, fitted))
+        components = [
+            _component(structure, likelihood, *network_parts)
+            for network_parts in zip(models, heads, totals, strict=True)
+        ]
     if likelihood.classification:
         _warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)
@@ -266,7 +258,7 @@ def fit(
     return posterior
 
 
-def _find_heads(
+def _heads_and_batches(
     networks: Sequence[nn.Module],
     names: Sequence[str | None],
     loader: Iterable[Any],
@@ -295,6 +287,25 @@ def _find_heads(
             for network, (name, every_position, dense_axes) in zip(networks, descriptions, strict=True)
         ]
     return heads, batches
+
+
+def _component(structure: Structure, likelihood: Likelihood, network: nn.Module, head: Head, sums: Sums) -> Component:
+    # In regression, the noise is estimated from the sums unless it is given.
+    fitted = likelihood.fitted(sums)
+    return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted), fitted)
+
+
+def _with_batch(
+    totals: list[Sums],
+    batch: Captured,
+    heads: Sequence[Head],
+    structure: Structure,
+    likelihood: Likelihood,
+    distances: bool,
+) -> list[Sums]:
+    # Return the totals after adding a batch. The batch's sums are as large as the totals; here, they are freed on return.
+    batch_sums = _batch_sums(batch, heads, structure, likelihood, distances)
+    return [structure.accumulate(total, added) for total, added in zip(totals, batch_sums, strict=True)]
 
 
 def _batch_sums(

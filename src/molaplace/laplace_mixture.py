@@ -454,7 +454,7 @@ class LaplaceMixture(Predictor):
         return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
 
     def reference_on(self, data: HeldOut) -> Reference | None:
-        """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
+        """Return the typical distances, norms and outlier scores of the validation data; None without features of a last layer."""
         return None
 
     def objective(self, data: HeldOut | None) -> Objective:

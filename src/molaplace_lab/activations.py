@@ -157,7 +157,7 @@ class ActivationCache:
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for rows_of_network, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
                     dtype = (
-                        head.layer.weight.dtype
+                        head.module.weight.dtype
                     )  # keep the network's own precision, because float64 would add no accuracy
                     features = phi[:, : head.inputs].to(dtype)
                     logits = outputs.to(dtype)
@@ -165,7 +165,7 @@ class ActivationCache:
                     rows_of_network.append({name: values.detach().cpu() for name, values in row.items()})
         for path, rows_of_network, head, label in zip(paths, written, heads, labels, strict=True):
             metadata = {"set": source.name, "network": label}
-            write_rows(path, rows_of_network, len(rows), _layer(head.layer), metadata)
+            write_rows(path, rows_of_network, len(rows), _layer(head.module), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> StoredActivations:
         """Return the networks' stored activations on a set or part of a set."""
@@ -180,7 +180,7 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
     for network in networks:
         loaded = network.load()
         try:
-            outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
+            outputs[network.label] = find_head(loaded, inputs[:1]).module.weight.shape[0]
         except HeadError as error:
             error.place = network.label
             raise

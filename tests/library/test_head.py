@@ -103,7 +103,7 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
     network = GOOD[case[0]](body, layer).double()
     with unchanged(network), evaluating(network):
         head = find_head(network, X)
-        assert head.layer is layer
+        assert head.module is layer
         assert (head.outputs, head.inputs, head.width, head.axis) == (3, 4, 4 + head.has_bias, -1)
         assert find_head(network, X, head.name) == head == head_by_name(network, head.name)
         with torch.no_grad():

@@ -268,7 +268,7 @@ def test_a_copy_is_whole_and_apart(structure, how):
     for field in ("probs", "mutual_information", "logit_variance"):
         assert torch.equal(getattr(twin.predict(X), field), getattr(expected, field))
     for component in twin.components:
-        assert structure is None or any(component.head.layer is module for module in component.network.modules())
+        assert structure is None or any(component.head.module is module for module in component.network.modules())
         assert all(component.network is not network for network in networks)
     for parameter in twin.parameters():
         parameter.data.zero_()

@@ -235,7 +235,7 @@ def _in_half_precision(posterior: MoLA) -> MoLA:
         network = copy.deepcopy(component.network).half()
         head = component.head
         if head is not None:
-            head = replace(head, layer=head_by_name(network, head.name).layer)
+            head = replace(head, module=head_by_name(network, head.name).module)
         components.append(Component(network, head, component.layer, component.likelihood))
     return posterior.with_parts(components=components, weights=posterior.weights, tuning=posterior.tuning)
 

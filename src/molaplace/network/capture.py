@@ -168,7 +168,7 @@ def _forward_pass(
     if head.every_position:
         return *carried_pass(network, head, inputs), head.axis
     calls: list[tuple[Tensor, Any]] = []  # other threads may append too; the loop below finds the call from this pass
-    with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
+    with hooked([head.module], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
     if outputs.dim() != 2 + head.dense_axes or head.dense_axes == 0:
         outputs = likelihood.check_outputs(outputs, [(head.name, outputs.shape)])

@@ -42,14 +42,14 @@ class Head:
 
     Args:
         name: dotted name of the layer in the network.
-        layer: a linear layer or a 1x1 convolution.
+        module: a linear layer or a 1x1 convolution.
         every_position: whether the layer runs at every position before the network selects, averages or interpolates positions.
         dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
         ignore_index: label that marks positions to ignore in dense training and validation data.
     """
 
     name: str
-    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     every_position: bool = False
     dense_axes: int = 0
     ignore_index: int = IGNORE_INDEX
@@ -57,22 +57,22 @@ class Head:
     @property
     def outputs(self) -> int:
         """Number of outputs C."""
-        return self.layer.out_features if isinstance(self.layer, nn.Linear) else self.layer.out_channels
+        return self.module.out_features if isinstance(self.module, nn.Linear) else self.module.out_channels
 
     @property
     def inputs(self) -> int:
         """Number of features, excluding the constant 1."""
-        return self.layer.in_features if isinstance(self.layer, nn.Linear) else self.layer.in_channels
+        return self.module.in_features if isinstance(self.module, nn.Linear) else self.module.in_channels
 
     @property
     def axis(self) -> int:
         """Class axis of the layer's output and feature axis of its input: 1 for a convolution and -1 for a linear layer."""
-        return -1 if isinstance(self.layer, nn.Linear) else 1
+        return -1 if isinstance(self.module, nn.Linear) else 1
 
     @property
     def has_bias(self) -> bool:
         """Whether the layer has a bias, in which case the features include the constant 1."""
-        return self.layer.bias is not None
+        return self.module.bias is not None
 
     @property
     def width(self) -> int:
@@ -85,8 +85,8 @@ class Head:
         Call this method inside `evaluating`. In train mode, merely reading a spectrally normalised weight changes the layer.
         """
         with torch.no_grad():
-            weight = self.layer.weight.detach().flatten(1).cpu().double()
-            bias = [] if self.layer.bias is None else [self.layer.bias.detach().cpu().double()[:, None]]
+            weight = self.module.weight.detach().flatten(1).cpu().double()
+            bias = [] if self.module.bias is None else [self.module.bias.detach().cpu().double()[:, None]]
             return torch.cat([weight, *bias], dim=1)
 
     def lift(self, features: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
         with without_autocast(output.device):  # autocast cannot concatenate tensors of two half-precision dtypes
             return torch.cat([output, features], dim=head.axis)
 
-    with hooked([head.layer], join):
+    with hooked([head.module], join):
         joined = call(network, inputs)
     if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
@@ -208,7 +208,7 @@ def find_head(
             f"{type(network).__name__} is a TorchScript module, which runs outside Python, so the input of its "
             f"last layer cannot be read. Pass the original Python module that was scripted or traced."
         )
-    expected = None if name is None else head_by_name(network, name).layer
+    expected = None if name is None else head_by_name(network, name).module
     outputs, calls = _watch(network, inputs)
     if outputs.dim() <= 2:
         outputs = likelihood.check_outputs(
@@ -242,7 +242,7 @@ def find_head(
     if outputs.dim() > 2:
         rows = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
         likelihood.check_outputs(rows, [(head.name, outputs.shape)])
-    if expected is not None and head.layer is not expected:
+    if expected is not None and head.module is not expected:
         raise HeadError(
             f"{name!r} was passed, but the network's output is the output of layer {head.name!r}. "
             f"Pass head={head.name!r}, or pass None to find the head automatically.",

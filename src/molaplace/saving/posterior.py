@@ -112,7 +112,7 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
                 options = {name: saved[name] for name in ("every_position", "dense_axes")}
                 options["ignore_index"] = int(saved["ignore_index"])
                 head = replace(head_by_name(network, saved["name"]), **options)
-                layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
+                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood)
                 components.append(Component(network, head, layer, likelihood))
         return MoLA(components, **unpack_mixture(document, len(components)))
     except StorageError:

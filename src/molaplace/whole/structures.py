@@ -191,6 +191,6 @@ class WholeCurvature(Curvature):
         """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
         return (self.values + precision).log().sum()
 
-    def weakened(self, factor: float) -> Self:
+    def divided_by(self, factor: float) -> Self:
         """Return the curvature divided by a factor."""
         return replace(self, values=self.values / factor)
