@@ -434,13 +434,13 @@ class LaplaceMixture(Predictor):
             component.require_layer("tuning")
         chosen_rule = as_rule(rule, self.likelihood, val_loader)
         start = self.with_parts(settings=Settings(self.settings.prior_precision))
-        if self.weighting == "evidence" and getattr(chosen_rule, "fixes_weights", False):
+        if self.weighting == "evidence" and chosen_rule.fixes_weights:
             start = start.with_weights(start.weights)
         data = None
         notes: tuple[str, ...] = ()
         with torch.inference_mode(False), torch.no_grad():
             if val_loader is not None:
-                needs_labels = True if getattr(chosen_rule, "needs_labels", True) else None
+                needs_labels = True if chosen_rule.needs_labels else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
                 reference = start.reference_on(data)

@@ -36,14 +36,12 @@ class Predictor(nn.Module, ABC):
         """Predict one batch; links that draw samples use `seed`."""
 
     def predict_batches(
-        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
+        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False, required: bool = True
     ) -> Iterator[Any]:
-        """Predict batch by batch, in bounded memory. The arguments have the same meaning as in `predict`."""
-        return self._predictions(inputs, generator, progress=progress)
+        """Predict batch by batch, in bounded memory.
 
-    def _predictions(
-        self, inputs: Any, generator: torch.Generator | None, *, progress: bool, required: bool = True
-    ) -> Iterator[Any]:
+        The arguments have the same meaning as in `predict`. If `required` is False, there may be no batch at all.
+        """
         seed = seed_from(generator)
         for place, batch in _batches(inputs, progress=progress, required=required):
             with located(place):
@@ -73,7 +71,7 @@ class Predictor(nn.Module, ABC):
             when the first of them is read.
         """
         single_process = team is None or team.size == 1
-        predictions = self._predictions(inputs, generator, progress=progress, required=single_process)
+        predictions = self.predict_batches(inputs, generator=generator, progress=progress, required=single_process)
         if single_process and _is_batch(inputs):
             return next(predictions)
         kind: Any = Prediction if self.likelihood.classification else RegressionPrediction

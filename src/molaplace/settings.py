@@ -124,6 +124,11 @@ class Settings:
         precisions = precisions.expand(size, len(self.precisions))
         return Settings(precisions, *(column.flatten().expand(size) for column in others))
 
+    @property
+    def is_search(self) -> bool:
+        """True for the candidates of a search, and False for the settings of a mixture."""
+        return isinstance(self.temperature, Tensor)
+
     def __len__(self) -> int:
         return len(self.temperature) if isinstance(self.temperature, Tensor) else 1
 

@@ -54,7 +54,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
             argument="logits",
         )
     members = to_float64(logits.detach())
-    check_finite(members.flatten(0, 1)[:, :0], members.flatten(0, 1))
+    check_finite(members.flatten(0, 1))
     labels = CATEGORICAL.check_labels(labels, members[0], "labels")
     count = len(members)
     shares = uniform_weights(count) if weights is None else check_weights(weights, count)

@@ -121,7 +121,7 @@ class Captured:
             if not bool(values.isfinite().all()):
                 rows = self.select(EVERY if self.in_use is None else self.in_use)
                 with located(f"networks[{number}]"):
-                    check_finite(rows.phi[number], rows.outputs[number], self.in_use)
+                    check_finite(rows.outputs[number], rows.phi[number], self.in_use)
 
     def check_logits(self, networks: Sequence[nn.Module], inputs: Inputs, likelihood: Likelihood) -> None:
         """Raise `HeadError` if the outputs of a network without a known head are probabilities."""
@@ -350,12 +350,12 @@ def _with_drawn_positions(captured: Captured, most: int, first_input: int) -> Ca
     return replace(captured, labels=labels, in_use=in_use[drawn])
 
 
-def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | None = None) -> None:
-    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` holds their row numbers, by default 0 to m - 1."""
+def check_finite(outputs: Tensor, phi: Tensor | None = None, rows: Tensor | None = None) -> None:
+    """Raise `DataError` if outputs (m, C) or features (m, P) are not finite; `rows` holds their row numbers, by default 0 to m - 1."""
     # NaN and infinity propagate from the features to the outputs, and from the outputs to their sum.
     if bool(outputs.sum().isfinite()):
         return
-    for name, values in (("features", phi), ("outputs", outputs)):
+    for name, values in (("features", outputs[:, :0] if phi is None else phi), ("outputs", outputs)):
         affected = (~values.isfinite()).any(1).nonzero()
         if len(affected):
             first = int(affected[0])

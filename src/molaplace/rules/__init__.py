@@ -8,7 +8,7 @@ from molaplace.rules.distance import PLAIN_RULES, Distance
 from molaplace.rules.evidence import Evidence
 from molaplace.rules.objective import Objective
 from molaplace.rules.outliers import Outliers
-from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
 from molaplace.rules.threshold import Threshold
 
@@ -28,26 +28,24 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     if isinstance(name, str):
         chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
     elif callable(name) and not isinstance(name, type):
-        chosen = name
+        chosen = rule_of(name)
     else:
         raise OptionError(
             f"must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}.",
             argument="rule",
         )
-    label = repr(name) if isinstance(name, str) else type(chosen).__name__
-    # A plain function is assumed to apply to every likelihood.
-    if isinstance(chosen, Rule) and not chosen.applies_to(likelihood):
+    label = repr(name) if isinstance(name, str) else type(name).__name__
+    if not chosen.applies_to(likelihood):
         known = ", ".join(repr(name) for name, rule in RULES.items() if rule.applies_to(likelihood))
         raise OptionError(
             f"{label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.", argument="rule"
         )
-    needs_data = getattr(chosen, "needs_data", True)
-    if needs_data and data is None:
+    if chosen.needs_data and data is None:
         raise OptionError(
             f"{label} needs validation data. Pass val_loader, or use the rule 'evidence', which needs no validation data.",
             argument="rule",
         )
-    if not needs_data and data is not None:
+    if not chosen.needs_data and data is not None:
         raise OptionError(
             f"{label} uses only the training data. Omit val_loader, or choose another rule.", argument="rule"
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
 from molaplace.options import check_number, one_of
 from molaplace.rules.evidence import Evidence
 from molaplace.rules.objective import Distances, Objective
-from molaplace.rules.rule import Rule, Tuning
+from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
 from molaplace.rules.search import Scored, as_curve
 from molaplace.rules.threshold import Threshold
@@ -87,10 +86,10 @@ class Distance(Rule):
                 "'distance' needs distances from the training classes. Fit with mola.fit(..., distances=True).",
                 argument="rule",
             )
-        first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
-        if not getattr(first, "applies_to", lambda _: True)(likelihood):
+        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else rule_of(self.rule)
+        if not first.applies_to(likelihood):
             raise OptionError(f"{self.rule!r} does not apply to likelihood {likelihood.name!r}.", argument="rule")
-        base = first(objective if getattr(first, "needs_data", True) else replace(objective, held_out=None))
+        base = first(objective if first.needs_data else replace(objective, held_out=None))
         scaled = objective.with_noise(base.noise_factors)
 
         def evaluate(exponents: Sequence[float]) -> Scored:

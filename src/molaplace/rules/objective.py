@@ -85,7 +85,7 @@ class Objective:
             data: other held-out data, instead of the validation data.
         """
         data = self.data if data is None else data
-        candidates = settings.candidates() if isinstance(settings.temperature, float) else settings
+        candidates = settings if settings.is_search else settings.candidates()
         at_once = len(candidates) if self.link.variance_only and self.fixed_weights else 1
         parts = range(0, len(candidates), at_once)
         predictors = [self.predictor_at(candidates[start : start + at_once]) for start in parts]

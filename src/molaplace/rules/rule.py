@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,7 +69,7 @@ def check_tuning(tuning: object, num_networks: int) -> Tuning:
     return tuning
 
 
-class Rule:
+class Rule(ABC):
     """A way to choose the settings of a mixture.
 
     A plain function that maps an `Objective` to a `Tuning` can be used instead.
@@ -84,6 +86,26 @@ class Rule:
         """Return True if the rule is defined for the likelihood. By default, a rule is defined for every classification likelihood."""
         return likelihood.classification
 
+    @abstractmethod
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the settings that suit the objective."""
-        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FunctionRule(Rule):
+    """A plain function as a rule, which uses labelled validation data and is assumed to apply to every likelihood."""
+
+    function: Callable[[Objective], Tuning]
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Return True."""
+        return True
+
+    def __call__(self, objective: Objective) -> Tuning:
+        """Call the function."""
+        return self.function(objective)
+
+
+def rule_of(value: Rule | Callable[[Objective], Tuning]) -> Rule:
+    """Return a rule as it is, and a plain function as a rule."""
+    return value if isinstance(value, Rule) else FunctionRule(value)

@@ -180,7 +180,7 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs, *, factored: bool) -
                 raise DataError(
                     f"expected logits of shape ({size}, C), got {tuple(outputs.shape)}. Use mola.fit for dense outputs."
                 )
-            check_finite(outputs[:, :0], outputs)
+            check_finite(outputs)
             check_logits(network, inputs, outputs, CATEGORICAL)
             layouts.append(find_layout(network, inputs, factored=factored))
         classes.append(outputs.shape[1])
@@ -224,7 +224,7 @@ def _batch_sums(
     for start in range(0, size, step):
         part = some_of(inputs, slice(start, start + step), size)
         outputs, rows = structure.rows(network, part, curvature_roots)
-        check_finite(outputs[:, :0], outputs)
+        check_finite(outputs)
         chunks.append(outputs)
         total += Sums({name: values.cpu() for name, values in structure.sums(rows).items()}, len(outputs))
     if labels is None:
