@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from molaplace.errors import MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
 from molaplace.rules import RULES, Evidence, Outliers, Score, Threshold
-from molaplace.rules.search import grid_value
+from molaplace.rules.search import PrecisionSearch, grid_value
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks, train
@@ -155,6 +156,13 @@ class TestSearch:
         assert any("outside the grid" in note for note in low.tuning.notes)
         confidence = low.tuning.curve["confidence"]
         assert 0.3 <= min(value for value in confidence if value >= 0.3) < 0.31
+
+    def test_the_grid_is_not_extended_over_a_plateau_to_rounding_errors(self):
+        def evaluate(precisions):
+            return {"nll": torch.tensor([1e-6 * math.log(value) - (value < 1e-20) for value in precisions])}
+
+        assert PrecisionSearch(evaluate).minimise("nll")["prior_precision"] < 1e-20
+        assert PrecisionSearch(evaluate).minimise("nll", absolute=1e-3)["prior_precision"] > 1e-8
 
     def test_a_threshold_that_nothing_meets_is_a_warning(self, trained):
         members, batches, validation = trained

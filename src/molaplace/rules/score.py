@@ -126,15 +126,17 @@ def _search(objective: Objective, grid: Sequence[float] | None, temperature: flo
 def _tune_regression(objective: Objective, score: str, grid: Sequence[float] | None) -> Tuning:
     # Alternately choose the prior precision and, unless it was given, the noise. With a large data set, the score barely depends on
     # the prior precision, and the position of its minimum is arbitrary. Among equally good prior precisions, the value nearest to 1 is
-    # chosen.
+    # chosen, and the grid is not extended for less: at precisions near 1e-22, rounding errors of the features have a variance that may
+    # fit the validation data by chance.
     free = objective.likelihood.estimated
+    targets = objective.likelihood.num_uncertain(objective.data.outputs[0].shape[1])
+    relative, absolute = (0.0, ALIKE * targets) if score == "nll" else (ALIKE, 0.0)
     factor = 1.0
     for _ in range(20):
         search = _search(objective.with_noise(factor), grid)
-        smallest = search.minimise(score)[score]
-        targets = objective.likelihood.num_uncertain(objective.data.outputs[0].shape[1])
-        margin = ALIKE * targets if score == "nll" else ALIKE * abs(smallest)
-        close = [scores for scores in search.tried.values() if scores[score] <= smallest + margin]
+        smallest = search.minimise(score, relative=relative, absolute=absolute)[score]
+        limit = smallest + relative * abs(smallest) + absolute
+        close = [scores for scores in search.tried.values() if scores[score] <= limit]
         best = min(close, key=lambda scores: abs(math.log(scores["prior_precision"])))
         if not free:
             break

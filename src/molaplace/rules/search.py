@@ -60,15 +60,18 @@ class PrecisionSearch:
         if self.grid is not None:
             self._score(range(len(self.grid)))
 
-    def minimise(self, score: str, *, smooth: bool = True) -> dict[str, float]:
+    def minimise(
+        self, score: str, *, smooth: bool = True, relative: float = SAME, absolute: float = 0.0
+    ) -> dict[str, float]:
         """Return the scores of the prior precision with the smallest score.
 
-        If `smooth` is False, every value of the grid is tried.
+        If `smooth` is False, every value of the grid is tried. The grid is extended only as long as this changes the score by more
+        than `absolute` and by more than its share `relative`.
         """
         if self.grid is None:
             self._score(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
             for down in (True, False):
-                self._grow(score, down, lambda end: end == self._best(score))
+                self._grow(score, down, lambda end: end == self._best(score), relative, absolute)
             for step in STEPS[1:] if smooth else ():
                 centre = self._best(score)
                 self._score(centre + step * offset for offset in (-2, -1, 1, 2))
@@ -102,7 +105,9 @@ class PrecisionSearch:
                 scores = {name: float(values[row]) for name, values in columns.items()}
                 self.tried[index] = {"prior_precision": precisions[row]} | scores
 
-    def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
+    def _grow(
+        self, score: str, down: bool, is_open: Callable[[int], bool], relative: float = SAME, absolute: float = 0.0
+    ) -> None:
         # Extend the grid beyond one end, within its limits, as long as `is_open` allows it and the score still changes.
         outermost = min if down else max
         sign = -1 if down else 1
@@ -111,7 +116,7 @@ class PrecisionSearch:
             before = self.tried[end][score]
             self._score([end + sign * STEPS[0] * step for step in (1, 2)])
             end = outermost(self.tried)
-            if abs(self.tried[end][score] - before) <= SAME * abs(before):
+            if abs(self.tried[end][score] - before) <= max(relative * abs(before), absolute):
                 break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
