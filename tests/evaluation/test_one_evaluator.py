@@ -9,7 +9,8 @@ import torch
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.evaluation import PredictionColumns, labelled_result, measured
+from molaplace.evaluation import PredictionColumns, labelled_result, measured, separation
+from molaplace.evaluation.catalogue import CATALOGUE, OUTLIER_METRICS
 
 
 def with_underflow(dtype):
@@ -69,3 +70,21 @@ def test_every_metric_of_the_table_is_that_of_the_results():
         assert row[name].value == pytest.approx(result.metrics[name], rel=1e-12), name
     for name, error in result.errors.items():
         assert row[name].error == pytest.approx(error, rel=1e-12), name
+
+
+def test_every_measured_metric_is_in_the_catalogue():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, 4, generator=generator)
+    classes = by_columns(probs / probs.sum(1, keepdim=True), torch.randint(4, (50,)), mola.likelihoods.Categorical())
+    labels = by_columns(probs, torch.bernoulli(probs, generator=generator), mola.likelihoods.Bernoulli())
+    moments = torch.rand(50, 1, generator=generator)
+    likelihood = mola.likelihoods.Gaussian(noise=0.1)
+    regression = PredictionColumns()
+    prediction = mola.RegressionPrediction.of_means(moments[None], torch.ones(1), likelihood)
+    regression.add(prediction, moments + 0.1, detail=True)
+    names = {name for columns in (classes, labels, regression) for name in measured(columns)}
+    assert {"aurc", "auroc", "crps", "coverage_90", "width_50"} <= names <= CATALOGUE.keys()
+    shown = labelled_result(labels).metrics.keys() | labelled_result(classes).metrics.keys()
+    assert measured(labels).keys() | measured(classes).keys() <= shown <= CATALOGUE.keys()
+    by_score = separation(classes, classes)
+    assert {name for metrics in by_score.values() for name in metrics} <= OUTLIER_METRICS.keys()

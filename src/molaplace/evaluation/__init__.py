@@ -5,6 +5,7 @@
 for reports and records.
 """
 
+from molaplace.evaluation.catalogue import METRICS
 from molaplace.evaluation.columns import (
     CLASSIFICATION_SCORES,
     Columns,
@@ -26,7 +27,6 @@ from molaplace.evaluation.estimates import Estimate, Measurement, measured, sepa
 from molaplace.evaluation.evaluate import Evaluation, evaluate
 from molaplace.evaluation.leads import CLEAR, TIE, Lead, labelled_leads, lead, outlier_leads
 from molaplace.evaluation.results import (
-    METRICS,
     NUM_EXAMPLES,
     compare,
     examples_of,

@@ -204,9 +204,9 @@ class Comparison:
     classes: tuple[str, ...] = ()
     """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """For single-run comparisons, the best method for each set and metric. On labelled sets, the metrics are "accuracy", "nll",
-    "brier" and "ece", with entries named `(method,)`. On outlier sets, "confidence" and "max probability" (the AUROC of this score)
-    have entries named `(method,)`, whereas "auroc" and "fpr95" have entries named `(method, score)`."""
+    """For single-run comparisons, the best method for each set and metric. On labelled sets, the metrics are all that have a
+    direction and a standard error, with entries named `(method,)`. On outlier sets, "confidence" and "max probability" (the AUROC of
+    this score) have entries named `(method,)`, whereas "auroc" and "fpr95" have entries named `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
     """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()

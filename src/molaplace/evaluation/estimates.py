@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from molaplace import metrics
-from molaplace.evaluation.columns import INPUT, LEVELS, Columns, PredictionColumns
+from molaplace.evaluation.catalogue import COVERAGES, WIDTHS
+from molaplace.evaluation.columns import INPUT, Columns, PredictionColumns
 
 TPR = 0.95
 """Fraction of the inliers that pass the threshold at which FPR95 is measured."""
@@ -210,8 +211,8 @@ def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
     if "square" in data:
         measurements = {"rmse": root_mean_of(data["square"], data.groups)}
         names = {"nll": "nll", "crps": "crps", "std": "std"}
-        names |= {f"coverage_{100 * level:g}": f"covered[{level}]" for level in LEVELS}
-        names |= {f"width_{100 * level:g}": f"width[{level}]" for level in LEVELS}
+        names |= {name: f"covered[{level}]" for level, name in COVERAGES.items()}
+        names |= {name: f"width[{level}]" for level, name in WIDTHS.items()}
         return measurements | {name: mean_column(data, column) for name, column in names.items() if column in data}
     means = {"accuracy": "correct", "nll": "nll", "brier": "brier"}
     measurements = {name: mean_column(data, column) for name, column in means.items() if column in data}

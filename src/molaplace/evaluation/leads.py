@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from molaplace.evaluation.catalogue import CATALOGUE, OUTLIER_METRICS, REGRESSION_METRICS, Better
 from molaplace.evaluation.columns import PredictionColumns
 from molaplace.evaluation.estimates import Estimate, Measurement, known_error, mean_column, measured, separation
 
@@ -19,19 +19,6 @@ would be too strict, because rounding may swap the ranks of two inputs whose sco
 
 Name = tuple[str, ...]
 """Name of an entry: `(method,)` or `(method, score)`."""
-
-Better = Literal["low", "high"]
-
-BETTER: dict[str, Better] = {
-    "accuracy": "high",
-    "rmse": "low",
-    "nll": "low",
-    "crps": "low",
-    "brier": "low",
-    "ece": "low",
-    "auroc": "high",
-}
-"""Metrics by which methods are compared, and whether low or high values are better."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +74,12 @@ def _in_errors(gap: Estimate) -> float:
 
 
 def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
-    """Return the best method on labelled data for each metric in `BETTER` that all methods have."""
+    """Return the best method on labelled data for each metric with a direction that all methods have."""
     measurements = {method: measured(predictions) for method, predictions in methods.items()}
     return {
-        name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, better)
-        for name, better in BETTER.items()
-        if all(name in metrics_of for metrics_of in measurements.values())
+        name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, metric.better)
+        for name, metric in CATALOGUE.items()
+        if metric.better is not None and all(name in metrics_of for metrics_of in measurements.values())
     }
 
 
@@ -102,9 +89,10 @@ def differences(
     """Return the nll (for regression, also rmse and crps) of every other method minus that of `reference`, with standard errors."""
     measurements = {method: measured(predictions) for method, predictions in methods.items()}
     base = measurements.pop(reference)
+    compared = [name for name, metric in REGRESSION_METRICS.items() if metric.better]
     gaps: dict[str, dict[str, tuple[float, float | None]]] = {}
     for method, metrics_of in measurements.items():
-        by_metric = {name: metrics_of[name].minus(base[name]) for name in ("rmse", "nll", "crps") if name in base}
+        by_metric = {name: metrics_of[name].minus(base[name]) for name in compared if name in base}
         gaps[method] = {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
     return gaps
 
@@ -118,13 +106,17 @@ def outlier_leads(
         for method, predictions in outliers.items()
         for score, measurements in separation(inliers[method], predictions).items()
     }
-    areas = {name: measurements["auroc"] for name, measurements in separated.items()}
-    rates = {name: measurements["fpr95"] for name, measurements in separated.items()}
-    leads = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
+    leads = {
+        name: lead({entry: measurements[name] for entry, measurements in separated.items()}, metric.better)
+        for name, metric in OUTLIER_METRICS.items()
+        if metric.better is not None and all(name in measurements for measurements in separated.values())
+    }
     if not all("confidence" in predictions.data for predictions in outliers.values()):
         return leads
     confidence: dict[Name, Measurement] = {
         (method,): mean_column(predictions.data, "confidence") for method, predictions in outliers.items()
     }
-    by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outliers}
+    by_confidence: dict[Name, Measurement] = {
+        (method,): separated[method, "max probability"]["auroc"] for method in outliers
+    }
     return {"confidence": lead(confidence, "low"), "max probability": lead(by_confidence, "high"), **leads}

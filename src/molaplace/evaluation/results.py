@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from molaplace import metrics
+from molaplace.evaluation.catalogue import CLASS_METRICS, CLASSIFICATION_METRICS
 from molaplace.evaluation.columns import (
     MOST_OUTPUTS,
     NOMINAL_LEVELS,
@@ -32,25 +33,6 @@ from molaplace.evaluation.comparison import (
 )
 from molaplace.evaluation.estimates import Measurement, known_error, mean_column, measured, separation
 from molaplace.evaluation.leads import differences, labelled_leads, outlier_leads
-
-METRICS = (
-    "accuracy",
-    "log_likelihood",
-    "nll",
-    "brier",
-    "ece",
-    "ece100",
-    "ece_legacy",
-    "mce",
-    "mce_legacy",
-    "confidence",
-    "aurc",
-)
-"""Names of the metrics on labelled data, defined in `mola.metrics`."""
-
-LABEL_METRICS = ("auroc", "average_precision", "miou")
-"""Names of additional metrics: AUROC and average precision, averaged over the labels of multi-label data, and the mean intersection
-over union of dense outputs."""
 
 NUM_EXAMPLES = 8
 """Number of inputs from each set that a report shows."""
@@ -123,7 +105,8 @@ def _class_metrics(data: Columns, values: Mapping[str, float], classes: Sequence
         defined["average_precision"] = float(_by_label(data)["average_precision"].nanmean())
     elif classes and data.groups is not None:
         defined["miou"] = float(_overlaps(data, len(classes)).nanmean())
-    return {name: defined[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(defined.get(name, math.nan))}
+    names = (*CLASSIFICATION_METRICS, *CLASS_METRICS)
+    return {name: defined[name] for name in names if not math.isnan(defined.get(name, math.nan))}
 
 
 def _by_class(data: Columns, classes: Sequence[str]) -> dict[str, dict[str, float]]:

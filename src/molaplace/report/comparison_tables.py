@@ -6,7 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from molaplace.evaluation import CLEAR, Comparison, Estimate, SetInfo
-from molaplace.evaluation.columns import LEVELS, OUTLIER_SCORES
+from molaplace.evaluation.catalogue import (
+    CATALOGUE,
+    CLASS_METRICS,
+    CLASSIFICATION_METRICS,
+    COVERAGE_METRICS,
+    COVERAGES,
+    OUTLIER_METRICS,
+    REGRESSION_METRICS,
+    WIDTH_METRICS,
+)
+from molaplace.evaluation.columns import INTERVAL, OUTLIER_SCORES
 from molaplace.evaluation.comparison import SetResult
 from molaplace.options import counted
 from molaplace.report.numbers import Numbers, Quantity
@@ -40,16 +50,8 @@ def set_words(info: SetInfo) -> str:
 
 # --- classification --------------------------------------------------------------------------------------------------
 
-TEST_DATA = {
-    "accuracy": Column("accuracy %", better="high", digits=2, factor=100),
-    "nll": Column("NLL", better="low", digits=4),
-    "brier": Column("Brier", better="low", digits=4),
-    "ece": Column("ECE %", better="low", digits=2, factor=100),
-    "confidence": Column("mean conf. %", digits=2, factor=100),
-    "auroc": Column("AUROC %", better="high", digits=2, factor=100),
-    "average_precision": Column("AP %", better="high", digits=2, factor=100),
-    "miou": Column("mean IoU %", better="high", digits=2, factor=100),
-}
+SUITES_ONLY = ("log_likelihood", "ece100", "ece_legacy", "mce", "mce_legacy", "aurc")
+"""Metrics on test data that only the tables of suites show."""
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
@@ -83,7 +85,9 @@ def test_table(comparison: Comparison) -> Table:
     """Return the classification metrics on the test data."""
     test = comparison.test
     caption = f"{set_words(test)}, with standard errors computed over the inputs. {BOLD.format('')}."
-    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, TEST_DATA))
+    metrics = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
+    shown = {name: metric for name, metric in metrics.items() if name not in SUITES_ONLY}
+    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, shown))
 
 
 def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]:
@@ -93,15 +97,17 @@ def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]
         first = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
     caption = f"{set_words(info)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
     below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
-    areas = _by_score(comparison, Column("", "AUROC %", "high", 1, Quantity(info.name, "auroc"), 100))
-    rates = _by_score(comparison, Column("", "FPR95 %", "low", 1, Quantity(info.name, "fpr95"), 100))
+    areas = _by_score(comparison, info, "auroc")
+    rates = _by_score(comparison, info, "fpr95")
     return (
         comparison_table(comparison, f"Outliers: {info.title}", caption, [first, *areas]),
         comparison_table(comparison, f"Missed outliers: {info.title}", below, rates),
     )
 
 
-def _by_score(comparison: Comparison, like: Column) -> list[Column]:
+def _by_score(comparison: Comparison, info: SetInfo, metric: str) -> list[Column]:
+    heading = f"{OUTLIER_METRICS[metric].heading} %"
+    (like,) = columns_on(info.name, {metric: OUTLIER_METRICS[metric]}, heading)
     columns = [
         replace(like, name=SCORE_HEADINGS[score], quantity=replace(like.quantity, score=score))
         for score in OUTLIER_SCORES
@@ -151,29 +157,21 @@ def _set_table(method: str, sets: SetResult) -> Table:
     return make_table("Prediction sets by class", caption, [Column("covered %")], covered)
 
 
-CLASS_COLUMNS = {
-    "accuracy": "accuracy %",
-    "confidence": "mean conf. %",
-    "auroc": "AUROC %",
-    "average_precision": "AP %",
-    "ece": "ECE %",
-    "iou": "IoU %",
-}
-
-
 def _class_table(comparison: Comparison) -> Table:
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
     by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.own)}
     baseline, own = by_method.values()
     order = sorted(own, key=lambda name: (own[name]["accuracy"], -own[name]["count"]))
-    metrics = [metric for metric in CLASS_COLUMNS if any(metric in values for values in baseline.values())]
+    metrics = [metric for metric in CATALOGUE if any(metric in values for values in baseline.values())]
     columns = [Column(f"{unit}s", digits=0)]
-    columns += [Column(method, CLASS_COLUMNS[metric]) for metric in metrics for method in by_method]
+    columns += [Column(method, CATALOGUE[metric].heading) for metric in metrics for method in by_method]
     rows: dict[str, list[Number]] = {}
     for name in order:
-        values = [classes[name].get(metric) for metric in metrics for classes in by_method.values()]
-        rows[name] = [float(baseline[name]["count"]), *(None if value is None else 100 * value for value in values)]
+        rows[name] = [float(baseline[name]["count"])]
+        for metric in metrics:
+            values = [classes[name].get(metric) for classes in by_method.values()]
+            rows[name] += [None if value is None else CATALOGUE[metric].factor * value for value in values]
     singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
     caption = f"The {plural} for which {comparison.own} has the lowest accuracy come first."
     return make_table(f"{singular.capitalize()} by {singular}", caption, columns, rows)
@@ -181,35 +179,31 @@ def _class_table(comparison: Comparison) -> Table:
 
 # --- regression ------------------------------------------------------------------------------------------------------
 
-REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
-"""Regression metrics; lower is better for all of them."""
+COMPARED = {name: metric for name, metric in REGRESSION_METRICS.items() if metric.better}
+"""Regression metrics by which methods are compared."""
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
     test = comparison.test.name
     own = comparison.own
-    columns = {name: Column(title, better="low", digits=None) for name, title in REGRESSION.items()}
-    columns["std"] = Column("mean std.", digits=None)
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
-    levels = [f"{100 * level:g}" for level in LEVELS]
-    coverages = [
-        Column(f"{level} %", "covered, in %", None, 1, Quantity(test, f"coverage_{level}"), 100) for level in levels
-    ]
-    widths = [Column(f"{level} %", "mean width", None, None, Quantity(test, f"width_{level}")) for level in levels]
+    coverages = columns_on(test, COVERAGE_METRICS, "covered, in %")
+    widths = columns_on(test, WIDTH_METRICS, "mean width")
     below = "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
     tables = [
-        comparison_table(comparison, "On the test data", caption, columns_on(test, columns)),
+        comparison_table(comparison, "On the test data", caption, columns_on(test, REGRESSION_METRICS)),
         comparison_table(comparison, "Intervals", below, [*coverages, *widths], marked=False),
     ]
     if gaps := comparison.differences:
         caption = f"Paired differences between each method and {own}. {own} is better if the difference is positive."
-        heads = [Column(title, digits=None) for title in REGRESSION.values()]
-        values = {method: [Estimate.of(*gap[metric]) for metric in REGRESSION] for method, gap in gaps.items()}
+        heads = [Column(metric.heading, digits=metric.digits) for metric in COMPARED.values()]
+        values = {method: [Estimate.of(*gap[metric]) for metric in COMPARED] for method, gap in gaps.items()}
         tables.append(make_table(f"Compared with {own}", caption, heads, values))
     return tables
 
 
-OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
+OUTPUT_METRICS = {**COMPARED, COVERAGES[INTERVAL]: COVERAGE_METRICS[COVERAGES[INTERVAL]]}
+"""Metrics of each output of a regression model."""
 
 
 def _output_table(comparison: Comparison) -> Table | None:
@@ -220,17 +214,13 @@ def _output_table(comparison: Comparison) -> Table | None:
     if len(results[0]) < 2:
         return None
     columns = [
-        Column(method, title, digits=1 if metric == "coverage_90" else None)
-        for metric, title in OUTPUT_COLUMNS.items()
-        for method in methods
+        Column(method, metric.name, digits=metric.digits) for metric in OUTPUT_METRICS.values() for method in methods
     ]
     values: dict[str, list[Number]] = {output: [] for output in results[0]}
     for output, row in values.items():
-        for metric in OUTPUT_COLUMNS:
-            estimates = [
-                Estimate.of(result[output].metrics[metric], result[output].errors[metric]) for result in results
-            ]
-            row += [estimate.scaled(100 if metric == "coverage_90" else 1) for estimate in estimates]
+        for name, metric in OUTPUT_METRICS.items():
+            estimates = [Estimate.of(result[output].metrics[name], result[output].errors[name]) for result in results]
+            row += [estimate.scaled(metric.factor) for estimate in estimates]
     count = len(comparison.classes)
     title = "Output by output" if count == len(values) else f"The first {len(values)} of {count} outputs"
     return make_table(

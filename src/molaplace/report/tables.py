@@ -8,11 +8,12 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from molaplace.evaluation import Estimate
+from molaplace.evaluation.catalogue import Better, Metric, with_digits
 from molaplace.report.numbers import Formatted, Quantity
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Column:
     name: str
     group: str = ""
     """Heading above several adjacent columns."""
-    better: Literal["low", "high"] | None = None
+    better: Better | None = None
     """Direction of improvement; None if neither direction is better."""
     digits: int | None = 1
     """Number of decimals; None shows two significant digits of the standard error."""
@@ -111,19 +112,16 @@ def _text(number: Number, column: Column) -> str:
     return str(formatted) if column.digits is None else formatted.text(column.digits)
 
 
-SHIFT_METRICS = {
-    "log_likelihood": Column("log-likelihood", better="high", digits=3),
-    "brier": Column("Brier score", better="low", digits=3),
-    "ece": Column("calibration error (ECE)", better="low", factor=100),
-    "accuracy": Column("accuracy", better="high", factor=100),
-    "confidence": Column("mean confidence", factor=100),
-}
+SHIFT_METRICS = with_digits({"log_likelihood": 3, "brier": 3, "ece": 1, "accuracy": 1, "confidence": 1})
 """Metrics shown as a function of the level of shift."""
 
 
-def columns_on(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return columns that show metrics on one set; `columns` gives the heading and format for each metric."""
-    return [replace(column, quantity=Quantity(name, metric), group=group) for metric, column in columns.items()]
+def columns_on(sets: str | tuple[str, ...], metrics: Mapping[str, Metric], group: str = "") -> list[Column]:
+    """Return columns that show metrics on one set, or their means over several sets."""
+    return [
+        Column(metric.heading, group, metric.better, metric.digits, Quantity(sets, name), metric.factor)
+        for name, metric in metrics.items()
+    ]
 
 
 def quantity_table(

@@ -168,9 +168,14 @@ class Numbers:
         """Specify the mean of a metric over all sets at one level of shift."""
         return Quantity(self._sets.get(level, ()), metric, kind=kind)
 
+    @property
+    def shifted_sets(self) -> tuple[str, ...]:
+        """Names of all shifted sets."""
+        return tuple(name for level, names in self._sets.items() if level for name in names)
+
     def shifted(self, metric: str) -> Quantity:
         """Specify the mean of a metric over all shifted sets."""
-        return Quantity(tuple(name for level, names in self._sets.items() if level for name in names), metric)
+        return Quantity(self.shifted_sets, metric)
 
 
 def levels_of(sets: Mapping[str, SetInfo]) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from molaplace.evaluation import SetInfo
+from molaplace.evaluation.catalogue import CLASSIFICATION_METRICS, OUTLIER_METRICS, with_digits
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, columns_on
 from molaplace_lab.report import paper_numbers
@@ -122,28 +123,21 @@ def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 # --- in distribution and under shift ---------------------------------------------------------------------------------
 
-IN_DISTRIBUTION = {
-    "accuracy": Column("accuracy %", better="high", digits=2, factor=100),
-    "nll": Column("NLL", better="low", digits=4),
-    "brier": Column("Brier", better="low", digits=4),
-    "ece": Column("ECE % (15 bins)", better="low", digits=2, factor=100),
-    "ece100": Column("ECE % (100)", better="low", digits=2, factor=100),
-    "ece_legacy": Column("ECE % (legacy)", digits=2, factor=100),
-    "mce": Column("MCE %", digits=1, factor=100),
-    "aurc": Column("AURC %", better="low", digits=3, factor=100),
-    "confidence": Column("mean conf. %", digits=2, factor=100),
-}
-
 
 def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} Legacy ECE follows published scripts, which omit predictions "
-        f"with a confidence of 0.99 or more; use it only for comparison with published numbers. AURC is the area under the "
-        f"risk-coverage curve."
+        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} ECE and MCE use 15 bins. Legacy ECE follows published "
+        f"scripts, which omit predictions with a confidence of 0.99 or more; use it only for comparison with published numbers. AURC "
+        f"is the area under the risk-coverage curve."
     )
-    return records_table(f"{suite.title}: in distribution", caption, numbers, columns_on("test", IN_DISTRIBUTION))
+    repeated = (
+        "log_likelihood",
+        "mce_legacy",
+    )  # the NLL with the opposite sign, and a variant that no publication uses
+    metrics = {name: metric for name, metric in CLASSIFICATION_METRICS.items() if name not in repeated}
+    return records_table(f"{suite.title}: in distribution", caption, numbers, columns_on("test", metrics))
 
 
 def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
@@ -168,7 +162,8 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
     numbers = Numbers(methods)
     like = SHIFT_METRICS[metric]
     columns = [
-        replace(like, name=f"{level:g}", group=suite.axis, quantity=numbers.at_level(level, metric)) for level in levels
+        Column(f"{level:g}", suite.axis, like.better, like.digits, numbers.at_level(level, metric), like.factor)
+        for level in levels
     ]
     title = f"{suite.shift_title}: {like.name}"
     curves = paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
@@ -186,8 +181,8 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
     return records_table(title, caption, numbers, columns, aside)
 
 
-BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics shown for each type of shift, with title, number of decimals and unit factor."""
+BY_TYPE = with_digits({"nll": 3, "ece": 1})
+"""Metrics shown for each type of shift."""
 
 BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
 """The two methods whose difference is shown for each type of shift."""
@@ -200,11 +195,11 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     if len(methods) < 2 or not typed:
         return None
     numbers = Numbers(methods)
-    title, digits, factor = BY_TYPE[metric]
+    like = BY_TYPE[metric]
     levels = sorted({result.level for result in typed})
     rows: dict[str, list[Number]] = {}
     for kind in dict.fromkeys(kind for result in typed for kind in result.types):
-        pairs = [numbers(numbers.at_level(level, metric, kind), factor).values() for level in levels]
+        pairs = [numbers(numbers.at_level(level, metric, kind), like.factor).values() for level in levels]
         rows[kind.replace("_", " ")] = [
             by_distance.minus(paper) if by_distance and paper else None for by_distance, paper in pairs
         ]
@@ -213,19 +208,12 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
         f"{runs_words(methods)} {BY_DISTANCE} is better if the difference is negative. Rows are based on different test images because "
         f"each image received only one type of shift."
     )
-    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
+    columns = [Column(f"{level:g}", suite.axis, digits=like.digits) for level in levels]
+    title = f"{like.name} in %" if like.factor == 100 else like.name
     return marked_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, rows)
 
 
 # --- outlier scores --------------------------------------------------------------------------------------------------
-
-SCORED = {
-    "auroc": Column("AUROC", better="high"),
-    "aupr_in": Column("AUPR in", better="high"),
-    "aupr_out": Column("AUPR out", better="high"),
-    "fpr95": Column("FPR95", better="low"),
-    "fpr95_out": Column("FPR95 out", better="low"),
-}
 
 POSITIVES = "AUPR treats test data (in) or outliers (out) as the positive class."
 
@@ -275,13 +263,19 @@ def _scores(suite: SuiteResults, numbers: Numbers, info: SetInfo) -> Table:
         f"share of test data rejected at the threshold that rejects 95 % of the outliers."
     )
     title = f"{info.title}: every method by every score"
-    return _every_score(title, caption, suite, numbers, columns_on(info.name, SCORED))
+    return _every_score(title, caption, suite, numbers, columns_on(info.name, OUTLIER_METRICS))
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
 """Near and far outlier sets of the OpenOOD benchmark, by suite."""
 
-OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in", "aupr_out": "AUPR out"}
+OPENOOD_METRICS = {
+    "auroc": OUTLIER_METRICS["auroc"],
+    "fpr95_out": replace(OUTLIER_METRICS["fpr95_out"], heading="FPR95"),
+    "aupr_in": OUTLIER_METRICS["aupr_in"],
+    "aupr_out": OUTLIER_METRICS["aupr_out"],
+}
+"""Metrics of the OpenOOD benchmark, which calls FPR95 what `molaplace` calls FPR95 out."""
 
 
 def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
@@ -290,11 +284,7 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
     for kind, names in NEAR_AND_FAR.get(suite.name, {}).items():
         sets = [suite.sets[name] for name in names if name in suite.sets]
         group = f"{kind}: {', '.join(info.title for info in sets)}"
-        quantities = {metric: Quantity(tuple(info.name for info in sets), metric) for metric in OPENOOD_METRICS}
-        columns += [
-            replace(SCORED[metric], name=OPENOOD_METRICS[metric], group=group, quantity=quantity)
-            for metric, quantity in quantities.items()
-        ]
+        columns += columns_on(tuple(info.name for info in sets), OPENOOD_METRICS, group)
         counts += [f"{info.count:,} from {info.title}" for info in sets]
     caption = (
         f"In %. {runs_words(suite.runs)} Means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test data "
@@ -330,7 +320,7 @@ def _people(suite: SuiteResults) -> Table | None:
     if not methods:
         return None
     columns = [
-        Column("NLL", "test", "low", 4, Quantity("test", "nll")),
+        *columns_on("test", with_digits({"nll": 4}), "test"),
         Column("cross-entropy", "people", "low", 4, Quantity("people", "cross-entropy")),
         Column("divergence", "people", "low", 4, Quantity("people", "divergence")),
     ]
@@ -360,15 +350,11 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
     numbers = Numbers(methods)
     sets = shared_outliers(suite.sets, methods)
     outliers = tuple(info.name for info in sets)
+    shifted = with_digits({"log_likelihood": 3, "ece": 2, "confidence": 1, "accuracy": 2})
     columns = [
-        Column("NLL", "test", "low", 4, Quantity("test", "nll")),
-        Column("ECE %", "test", "low", 2, Quantity("test", "ece"), 100),
-        Column("acc. %", "test", "high", 2, Quantity("test", "accuracy"), 100),
-        Column("log-lik.", "shifted", "high", 3, numbers.shifted("log_likelihood")),
-        Column("ECE %", "shifted", "low", 2, numbers.shifted("ece"), 100),
-        Column("MMC %", "shifted", None, 1, numbers.shifted("confidence"), 100),
-        Column("acc. %", "shifted", "high", 2, numbers.shifted("accuracy"), 100),
-        Column("MMC %", "outliers", "low", 1, Quantity(outliers, "confidence"), 100),
+        *columns_on("test", with_digits({"nll": 4, "ece": 2, "accuracy": 2}), "test"),
+        *columns_on(numbers.shifted_sets, shifted, "shifted"),
+        Column("mean conf. %", "outliers", "low", 1, Quantity(outliers, "confidence"), 100),
         Column("AUROC", "outliers", "high", 2, Quantity(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
     averaged = "all outlier sets"
