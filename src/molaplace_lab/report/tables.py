@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from molaplace.evaluation import SetInfo
 from molaplace.evaluation.catalogue import CLASSIFICATION_METRICS, OUTLIER_METRICS, with_digits
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.tables import SHIFT_METRICS, Column, Number, Table, columns_on
+from molaplace.settings import Settings
 from molaplace_lab.report import paper_numbers
 from molaplace_lab.report.reading import MAIN, SuiteResults, known_scores
 from molaplace_lab.report.runs import (
@@ -367,7 +368,7 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
 
 
 SETTINGS = ("components", "structure", "link", "rule", "weights")
-TUNED = ("prior_precision", "temperature", "distance_exponent")
+TUNED = tuple(setting.name for setting in fields(Settings))
 
 
 def _settings(suite: SuiteResults) -> Table:

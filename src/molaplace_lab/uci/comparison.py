@@ -228,6 +228,12 @@ def _scores(predictor: Any, held_out: Tensor, inputs: Tensor, targets: Tensor) -
         "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
         "ood": float(auroc(inside.ood_score, predicted.ood_score)),
         "noise": float(predicted.aleatoric.mean().sqrt()),
-        "prior_precision": float(predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0),
-        "distance_exponent": float(getattr(predictor, "distance_exponent", 0.0)),
+        **_tuned(predictor),
     }
+
+
+def _tuned(predictor: Any) -> dict[str, float]:
+    # Return the prior precision of the first network, and the other settings that are not neutral.
+    if getattr(predictor, "structure", None) is None:
+        return {}
+    return {"prior_precision": predictor.prior_precision[0], **predictor.settings.changed()}
