@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.calibration import scale_noise
 from molaplace.errors import MolaWarning, StorageError
+from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Gaussian
 from molaplace.metrics import auroc
 from molaplace.saving.schema import check
@@ -217,13 +218,12 @@ def _swag_draws(network: nn.Module, train: LabelledData, seed: int) -> list[nn.M
 def _scores(predictor: Any, held_out: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
     predicted: mola.RegressionPrediction = predictor.predict(inputs)
     inside: mola.RegressionPrediction = predictor.predict(held_out)
-    lower, upper = predicted.interval(0.9)
+    columns = PredictionColumns()
+    columns.add(predicted, targets)
+    measurements = measured(columns)
+    names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
     return {
-        "rmse": float((predicted.mean - targets).square().mean().sqrt()),
-        "nll": float(-predicted.log_prob(targets).double().mean()),
-        "crps": float(predicted.crps(targets).double().mean()),
-        "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
-        "std": float(predicted.std.double().mean()),
+        **{name: measurements[metric].value for name, metric in names.items()},
         "std_inside": float(inside.std.double().mean()),
         "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
         "ood": float(auroc(inside.ood_score, predicted.ood_score)),
