@@ -301,7 +301,7 @@ class Normalisation:
             for values in (self.mean, self.std)
         )
         # Divide by 255 first, as is usual, because a different order would change the last bits of a network's inputs.
-        return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+        return pixels.to(torch.float32, copy=True).div_(255).sub_(mean).div_(std)
 
 
 NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
+from molaplace.images import Normalisation
 from molaplace.laplace_mixture import NO_DISTANCES
 from molaplace.network import Inputs
 from molaplace.network.calling import LABELS, signature_of
@@ -99,23 +100,15 @@ class Pixels(nn.Module):
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
         super().__init__()
-        if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
-            raise OptionError(
-                f"Pixels: expected one positive standard deviation for each mean, and at least one mean; got mean={mean} and "
-                f"std={std}."
-            )
-        self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
-        self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
+        self.normalisation: Normalisation = Normalisation(tuple(mean), tuple(std))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the normalised pixels as float32."""
-        return (pixels.to(torch.float32) / 255 - self.get_buffer("mean")) / self.get_buffer("std")
+        return self.normalisation(pixels)
 
     def extra_repr(self) -> str:
         """Return the means and standard deviations as text."""
-        mean, std = self.statistics
-        return f"mean={mean}, std={std}"
+        return f"mean={self.normalisation.mean}, std={self.normalisation.std}"
 
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
