@@ -59,7 +59,7 @@ class Mixture(Predictor):
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        def run(member: Callable[..., Any]) -> Any:
+        def call_member(member: Callable[..., Any]) -> Any:
             if seed is None or not isinstance(member, Predictor):
                 return member(inputs)
             return member(inputs, generator=torch.Generator("cpu").manual_seed(seed))
@@ -68,7 +68,9 @@ class Mixture(Predictor):
         with evaluating(*modules), torch.no_grad():
             members = [
                 # A Predictor returns valid probabilities. The outputs of other callables must be checked.
-                run(member) if isinstance(member, Predictor) else _checked(index, run(member), self.likelihood)
+                call_member(member)
+                if isinstance(member, Predictor)
+                else as_probabilities(call_member(member), self.likelihood, f"predictors[{index}]")
                 for index, member in enumerate(self.predictors)
             ]
         shapes = [tuple(probs.shape) for probs in members]
@@ -80,21 +82,7 @@ class Mixture(Predictor):
         """Predict one batch; members that draw samples use `seed`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
             return self._predict_regression(inputs, seed)
-        members = torch.stack(self._member_outputs(inputs, seed))
-        if members.dim() > 3:
-            raise DataError(
-                "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
-            )
-        distribution = self.likelihood.distribution(mixed(self.weights, list(members)))
-        member_entropies = self.likelihood.distribution(members).entropy()
-        return Prediction(
-            {
-                "probs": distribution.probs,
-                "mutual_information": mutual_information(distribution.entropy(), member_entropies, self.weights),
-                "ood_score": distribution.outlier_score(),
-            },
-            likelihood=self.likelihood,
-        )
+        return prediction_of(torch.stack(self._member_outputs(inputs, seed)), self.weights, self.likelihood)
 
     def _predict_regression(self, inputs: Inputs, seed: int | None) -> RegressionPrediction:
         distributions = [member for member in self.predictors if isinstance(member, Predictor)]
@@ -106,12 +94,31 @@ class Mixture(Predictor):
         if distributions:
             parts = [member.predict_batch(inputs, seed) for member in distributions]
             return RegressionPrediction.mixed(parts, self.weights)
-        if not isinstance(self.likelihood, Gaussian):
-            raise OptionError(
-                f"likelihood {self.likelihood.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
-            )
-        means = torch.stack(self._member_outputs(inputs, seed))
-        return RegressionPrediction.of_means(means, self.weights, self.likelihood)
+        return prediction_of(torch.stack(self._member_outputs(inputs, seed)), self.weights, self.likelihood)
+
+
+def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood) -> Any:
+    """Return the prediction of a mixture with weights (K,) whose members return only probabilities (K, n, C) or means (K, n, D)."""
+    if isinstance(likelihood, Gaussian):
+        return RegressionPrediction.of_means(members, weights, likelihood)
+    if not isinstance(likelihood, ClassificationLikelihood):
+        raise OptionError(
+            f"likelihood {likelihood.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
+        )
+    if members.dim() > 3:
+        raise DataError(
+            "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
+        )
+    distribution = likelihood.distribution(mixed(weights, list(members)))
+    member_entropies = likelihood.distribution(members).entropy()
+    return Prediction(
+        {
+            "probs": distribution.probs,
+            "mutual_information": mutual_information(distribution.entropy(), member_entropies, weights),
+            "ood_score": distribution.outlier_score(),
+        },
+        likelihood=likelihood,
+    )
 
 
 def _common_likelihood(members: Sequence[Any]) -> Likelihood:
@@ -123,8 +130,8 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
     return known[0] if known else CATEGORICAL
 
 
-def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
-    place = f"predictors[{index}]"
+def as_probabilities(output: Any, likelihood: Likelihood, place: str) -> Tensor:
+    """Return a predictor's output as a tensor of probabilities (n, C), or raise a `DataError` at `place` if it is not one."""
     remedy = "If the network returns logits, pass it to mola.ensemble or mola.fit."
     try:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.

@@ -22,7 +22,7 @@ from molaplace.errors import DataError, OptionError, importing, located
 from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.likelihoods import Likelihood
-from molaplace.mixture import Mixture
+from molaplace.mixture import Mixture, as_probabilities, prediction_of
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating
 from molaplace.options import whole_number
 from molaplace.prediction import Prediction
@@ -182,10 +182,11 @@ class _Callable(Mixture):
             raise DataError(
                 f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(outputs)}."
             )
-        checked = Mixture([lambda _: outputs["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed)
+        probs = as_probabilities(outputs["probs"], self.likelihood, "predictors[0]")
+        prediction = prediction_of(probs[None], self.weights, self.likelihood)
         if "ood_score" not in outputs:
-            return checked
-        fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(outputs["ood_score"])}
+            return prediction
+        fields: dict[str, Any] = {"probs": prediction.probs, "ood_score": torch.as_tensor(outputs["ood_score"])}
         return Prediction(fields, likelihood=self.likelihood)
 
 
