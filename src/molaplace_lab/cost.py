@@ -89,6 +89,8 @@ def measure_cost(
                     for share in (loader, _half(loader)):
                         times[method.name, part, _count(share)].append(_seconds(partial(work, share)))
                 times[method.name, "predict", 0].append(_seconds(partial(_predict, method.predictor, method.test)))
+        # Posteriors keep the flushed weights of their heads, so they must be saved before denormal weights reappear.
+        sizes = {method.name: _bytes(method) for method in methods}
     finally:
         torch.set_flush_denormal(False)
     # Take medians before extrapolating, because extrapolation amplifies measurement noise.
@@ -112,7 +114,7 @@ def measure_cost(
             )
             or None,
             "predict_seconds": median[method.name, "predict", 0] * _count(testing) / _count(method.test),
-            "bytes": _bytes(method),
+            "bytes": sizes[method.name],
         }
         for method in methods
     ]

@@ -8,6 +8,7 @@ import torch
 import molaplace as mola
 from molaplace.errors import OptionError, StorageError
 from molaplace.metrics import auroc, negative_log_likelihood
+from molaplace.saving.weights import save_weights
 from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.long_methods import fit_mimo, fit_swag
@@ -17,7 +18,7 @@ from molaplace_lab.store import Store
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
 from molaplace_lab.training import member_seeds
 from tests.closeness import assert_close
-from tests.lab.test_runner import SUITE, build, sources
+from tests.lab.test_runner import CLASSES, SUITE, build, sources
 
 BUDGET = Budget(SwagBudget(1e-2, snapshots=3, batch_size=32, samples=4), MimoBudget(epochs=15, batch_repetition=2))
 
@@ -139,6 +140,17 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
     assert swag <= rows["SWAG"]["bytes"] <= swag + 5000
     assert all(row["predict_seconds"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
+
+
+def test_cost_of_networks_with_denormal_weights(plan, tmp_path):
+    network = plan.networks[0].load()
+    with torch.no_grad():
+        next(weights for weights in network.parameters() if len(weights) == CLASSES)[0] = 1e-40
+    save_weights(network, tmp_path / "00.safetensors")
+    networks = open_networks(find_networks(tmp_path), build, "mlp")
+    sources = (plan.sources[name] for name in ("train", "test"))
+    found = measure_cost(networks, *sources, None, lambda doing, done: None, repeats=1)
+    assert all(row["bytes"] > 0 for row in found["rows"])
 
 
 def test_budgets_are_changed_in_words():
