@@ -20,12 +20,11 @@ from molaplace.distributed import Team
 from molaplace.errors import HeadError, OptionError
 from molaplace.likelihoods import Categorical
 from molaplace.network import evaluating, find_head, find_heads, peek, stream
+from molaplace.progress import Progress
 from molaplace.saving.weights import load_weights
 from molaplace_lab.activations_file import StoredActivations, write_rows
 from molaplace_lab.checksums import network_checksum
 from molaplace_lab.suite import Source
-
-Progress = Callable[[str, float], None]
 
 SLICE = 1024
 """Number of examples in each file of a large set; an interrupted process loses the activations of at most this many examples."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,8 @@ import typer
 from molaplace.distributed import join
 from molaplace.errors import OptionError
 from molaplace.options import one_of
-from molaplace_lab.activations import ActivationCache, Network, Progress, open_networks
+from molaplace.progress import Progress, part
+from molaplace_lab.activations import ActivationCache, Network, open_networks
 from molaplace_lab.comparisons import COMPARISONS, NAMED, SWEEP
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
@@ -197,8 +197,8 @@ def bench(
                 raise OptionError("--train needs a folder, but --networks lists trained networks. Omit --train.")
             needed = max((runs or 1) * count, SWEEP if "components" in comparisons else 0)
             training = Training(definition, needed, definition.recipe, network, options=options, device=device)
-            train_networks(training, Path(names), _part(progress, 0.0, 0.5), team)
-        progress = _part(progress, 0.5 if train else 0.0, 1.0)
+            train_networks(training, Path(names), part(progress, 0.0, 0.5), team)
+        progress = part(progress, 0.5 if train else 0.0, 1.0)
         name, opened = _open_networks(definition, names, network, options)
         progress(f"reading {definition.title}", 0.0)
         folds = definition.make_folds if options.cross_fit else None
@@ -218,11 +218,11 @@ def bench(
         store = Store(results)
         failure: OptionError | None = None
         try:
-            run_suite(plan, ActivationCache(cache, device), store, _part(progress, 0.0, 0.95), fresh=fresh, team=team)
+            run_suite(plan, ActivationCache(cache, device), store, part(progress, 0.0, 0.95), fresh=fresh, team=team)
         except OptionError as error:
             failure = error  # raise this error only after measuring the cost
         if "cost" in comparisons and team.first:
-            store.write_document(suite, COST, _measure_cost(plan, _part(progress, 0.95, 1.0)))
+            store.write_document(suite, COST, _measure_cost(plan, part(progress, 0.95, 1.0)))
         if failure is not None:
             raise failure
         progress("done", 1.0)
@@ -345,7 +345,7 @@ def _set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _progress(*, quiet: bool) -> Callable[[str, float], None]:
+def _progress(*, quiet: bool) -> Progress:
     # Print one line per step on stderr; of steps that differ only in numbers, one line per tenth of the work.
     printed: set[tuple[str, int]] = set()
 
@@ -356,8 +356,3 @@ def _progress(*, quiet: bool) -> Callable[[str, float], None]:
             sys.stderr.write(f"{round(100 * done):3d} % {doing}\n")
 
     return show
-
-
-def _part(progress: Progress, start: float, end: float) -> Progress:
-    # The progress of a part of the work, which takes the share of the time from `start` to `end`.
-    return lambda doing, done: progress(doing, start + (end - start) * done)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace_lab.activations import Network, Progress
+from molaplace.progress import Progress
+from molaplace_lab.activations import Network
 from molaplace_lab.mimo import Mimo
 from molaplace_lab.runner import environment
 from molaplace_lab.suite import Budget, Source, SwagBudget

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.errors import collect_warnings
+from molaplace.progress import no_progress
 from molaplace_lab import swag
 from molaplace_lab.activations import Network, fast_inputs, fast_network
 from molaplace_lab.activations_file import StoredActivations
@@ -177,7 +178,7 @@ class MimoHeads:
         heads = [Network(None, partial(mimo.networks.__getitem__, k), f"{key}-{k}") for k in range(self.budget.members)]
 
         def read(name: str) -> StoredActivations:
-            activations.compute(heads, [context.sources[name]], lambda doing, done: None)
+            activations.compute(heads, [context.sources[name]], no_progress)
             return activations.read(heads, context.sources[name])
 
         fitted = self.method.fit(replace(context, read=read))

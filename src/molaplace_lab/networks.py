@@ -20,9 +20,10 @@ from typing import Any
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder
+from molaplace.progress import Progress
 from molaplace.saving.schema import check
 from molaplace.saving.weights import read_metadata, save_weights
-from molaplace_lab.activations import Network, Progress
+from molaplace_lab.activations import Network
 from molaplace_lab.checksums import data_checksum, network_checksum
 from molaplace_lab.suite import DataOptions, Suite
 from molaplace_lab.training import LabelledData, Recipe, TrainingCheckpoint, member_seeds, train

@@ -28,7 +28,8 @@ from molaplace.evaluation import (
     labelled_result,
     outlier_result,
 )
-from molaplace_lab.activations import ActivationCache, Network, Progress
+from molaplace.progress import Progress, part
+from molaplace_lab.activations import ActivationCache, Network
 from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import checksum
 from molaplace_lab.comparisons import LONG, SWEEP, methods_of
@@ -248,22 +249,20 @@ def run_suite(
         for run in sorted({job.run for job in jobs})
         for source in plan.sources_of(run).values()
     }
-    activations.compute(
-        [*members.values()], [*needed.values()], lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
-    )
+    activations.compute([*members.values()], [*needed.values()], part(progress, 0.0, ACTIVATIONS_SHARE), team)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> StoredActivations:
         return activations.read(networks, plan.sources_of(run)[name])
 
     training = cache(partial(plan.read_training, str(activations.device)))
+    methods_progress = part(progress, ACTIVATIONS_SHARE, 1.0)
     failures: list[str] = []
     for index, job in enumerate(jobs):
         # Within a run, methods that train networks share these networks, so they are all assigned to the same process.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
-        share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
-        progress(f"run {job.run + 1}: {job.method.name}", share)
+        methods_progress(f"run {job.run + 1}: {job.method.name}", index / len(jobs))
         networks, sources = plan.members(job.group, job.run), plan.sources_of(job.run)
         context = Context(
             read=partial(read, networks, job.run),

@@ -22,6 +22,7 @@ SHARED = {
     "molaplace.imported": "functions named package.module:function",
     "molaplace.network": "features and logits of networks",
     "molaplace.perceptrons": "perceptrons trained side by side",
+    "molaplace.progress": "progress of a part of the work",
 }
 """Undocumented modules that the laboratory shares with the library's commands, and what it takes from them."""
 

@@ -13,6 +13,7 @@ from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder
 from molaplace.demo.report import demo_headlines, demo_tables, write_demo
 from molaplace.demo.run import METHODS, DemoSettings, run_demo
+from molaplace.progress import part
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_remarks
 
@@ -44,10 +45,8 @@ def demo(options: DemoOptions) -> None:
     quiet = options.quiet
     check_report_folder(output)
     with showing_progress(quiet=quiet) as progress:
-        result = run_demo(DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))
-        page = write_demo(
-            result, output, lambda doing, done: progress(doing, FIGURES_BEGIN + (1 - FIGURES_BEGIN) * done)
-        )
+        result = run_demo(DemoSettings(seed=options.seed), part(progress, 0.0, FIGURES_BEGIN))
+        page = write_demo(result, output, part(progress, FIGURES_BEGIN, 1.0))
     if quiet:
         return
     console = Console(highlight=False)

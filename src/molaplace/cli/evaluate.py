@@ -27,7 +27,7 @@ from molaplace.cli.evaluated_methods import (
     tune_methods,
 )
 from molaplace.cli.folder import PosteriorFolder, open_posterior
-from molaplace.cli.job import RUN, Progress
+from molaplace.cli.job import RUN
 from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
 from molaplace.cli.progress import showing_progress
@@ -39,6 +39,7 @@ from molaplace.evaluation.comparison import AnswerResult, DecisionResult
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
 from molaplace.network import as_batch
 from molaplace.posterior import MoLA
+from molaplace.progress import Progress, no_progress, part
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
@@ -91,16 +92,11 @@ def evaluate(options: EvaluateOptions) -> None:
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
+        comparison = run_evaluate(fitted, options, part(progress, 0.0, DRAWING_BEGINS), team)
         numbers = comparison.document()
         if not team.first:
             return  # only rank 0 writes and prints
-        page = write_evaluation(
-            comparison,
-            numbers,
-            output,
-            lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
-        )
+        page = write_evaluation(comparison, numbers, output, part(progress, DRAWING_BEGINS, 1.0))
     write_run(options, "evaluate", output / "run.toml")
     if not options.quiet and not options.as_json:
         _print_summary(Console(highlight=False), comparison, page)
@@ -122,7 +118,7 @@ def _print_summary(console: Console, comparison: Comparison, page: Path) -> None
 def run_evaluate(
     fitted: PosteriorFolder,
     options: EvaluateOptions,
-    progress: Progress = lambda doing, done: None,
+    progress: Progress = no_progress,
     team: Team | None = None,
 ) -> Comparison:
     """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""

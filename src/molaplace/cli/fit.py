@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
 from molaplace.cli.info import print_information
-from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job, Progress
+from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
 from molaplace.cli.networks_alone import networks_alone, noise_factors
 from molaplace.cli.option_groups import RunOptions
@@ -42,6 +43,7 @@ from molaplace.links import LINKS, as_link
 from molaplace.network import Head, as_batch, check_positions, find_heads
 from molaplace.options import counted, listed, one_of
 from molaplace.posterior import MoLA
+from molaplace.progress import Progress, no_progress, part
 from molaplace.rules import RULES, Outliers, Rule, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.saving.files import write_atomically, write_folder
@@ -96,7 +98,7 @@ def check_job(job: Job) -> None:
 def run_fit(
     job: Job,
     output: Path,
-    progress: Progress = lambda doing, done: None,
+    progress: Progress = no_progress,
     *,
     bundle: bool = False,
     team: Team | None = None,
@@ -209,10 +211,10 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
     metrics = {"networks": PredictionColumns(), "posterior": PredictionColumns()}
     chunks: list[dict[str, Tensor]] = []
-    for part in held_out.chunks():
-        labels = part.labels
+    for chunk in held_out.chunks():
+        labels = chunk.labels
         assert labels is not None
-        prediction = posterior.predict_from_features(part.phi, part.outputs)
+        prediction = posterior.predict_from_features(chunk.phi, chunk.outputs)
         alone = networks_alone(posterior, prediction, networks, factors)
         metrics["networks"].add(alone, labels, scores={"ood score": prediction.ood_score})
         metrics["posterior"].add(prediction, labels)
@@ -348,12 +350,9 @@ class FitData:
 
     def loader(self, source: Dataset, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
         """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work."""
-        self.progress(doing, start)
-
-        def on_share(share: float) -> None:
-            self.progress(doing, start + (end - start) * share)
-
-        return Loader(source, self.skipped, self.job.strict, labelled, on_share, self.team)
+        reading = part(self.progress, start, end)
+        reading(doing, 0.0)
+        return Loader(source, self.skipped, self.job.strict, labelled, partial(reading, doing), self.team)
 
 
 @dataclass(frozen=True, kw_only=True)

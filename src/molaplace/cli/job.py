@@ -6,7 +6,7 @@ Consent to run code (`--trust`) is never saved, because a file may come from a s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,6 @@ from molaplace.links import LINKS
 from molaplace.network import IGNORE_INDEX
 from molaplace.rules import RULES
 from molaplace.structures import STRUCTURES
-
-Progress = Callable[[str, float], None]
-"""Callback that takes a description of the current step and the fraction of the work completed, from 0 to 1."""
 
 NAME = "job.toml"
 """Name of the job file next to a posterior."""

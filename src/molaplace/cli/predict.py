@@ -20,7 +20,6 @@ from rich.markup import escape
 from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.job import Progress
 from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
 from molaplace.cli.prediction_table import PredictionTable
@@ -31,6 +30,7 @@ from molaplace.distributed import Team
 from molaplace.errors import OptionError
 from molaplace.options import counted
 from molaplace.posterior import MoLA
+from molaplace.progress import Progress, no_progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def summary_sentence(summary: dict[str, Any]) -> str:
 def run_predict(
     fitted: PosteriorFolder,
     options: PredictOptions,
-    progress: Progress = lambda doing, done: None,
+    progress: Progress = no_progress,
     team: Team | None = None,
 ) -> dict[str, Any] | None:
     """Make predictions for a set, batch by batch, and write each batch as soon as it is ready.

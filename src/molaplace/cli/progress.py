@@ -6,22 +6,25 @@ For steps that differ only in their numbers, such as epochs, at most one line is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+from molaplace.progress import Progress, no_progress
 
 
 @contextmanager
-def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+def showing_progress(*, quiet: bool) -> Iterator[Progress]:
     """Yield a function that shows the current step and the fraction of the work completed, from 0 to 1."""
     console = Console(stderr=True)
     if quiet:
-        yield lambda doing, done: None
+        yield no_progress
     elif console.is_terminal:
         columns = (TextColumn("{task.description:<32}"), BarColumn(bar_width=32), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
+        with ProgressBar(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
             yield lambda doing, done: bar.update(task, description=doing, completed=done)
     else:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from molaplace.demo.run import METHODS, DemoResult
 from molaplace.evaluation import Comparison
 from molaplace.evaluation.catalogue import with_digits
+from molaplace.progress import Progress, no_progress
 from molaplace.report.comparison_tables import comparison_table, outlier_tables, test_table
 from molaplace.report.curves import DASHED, DOTTED, Line, Panel, draw_against_level, draw_panels, draw_reliability
 from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
@@ -23,7 +24,7 @@ from molaplace.report.pictures import draw_examples, example_sets
 from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Table, columns_on
 from molaplace.report.words import evaluation_remarks
-from molaplace.report.writing import Progress, as_json, draw_figures, no_progress, write_texts, writing_to
+from molaplace.report.writing import as_json, draw_figures, write_texts, writing_to
 
 ROTATED = with_digits({"accuracy": 1, "nll": 2, "ece": 1})
 """Metrics in the table of rotated digits."""

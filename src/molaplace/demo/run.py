@@ -43,6 +43,7 @@ from molaplace.evaluation import (
 from molaplace.metrics import mean_confidence
 from molaplace.perceptrons import train_mlps
 from molaplace.posterior import MoLA
+from molaplace.progress import Progress, no_progress, part
 
 PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
 """Names of MoLA when tuned by the paper's rule and by the library's default rule."""
@@ -79,9 +80,6 @@ REACH = 12.0
 
 TRAINED, FITTED, WALKED, MAPPED = 0.4, 0.6, 0.75, 0.97
 """Progress after each part of the demo, as a fraction of the total time."""
-
-Progress = Callable[[str, float], None]
-"""Function that is called with a description of the current step and the completed share of the work, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -281,20 +279,21 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int], None]) -> MoonsR
 # --- everything ------------------------------------------------------------------------------------------------------
 
 
-def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
+def run_demo(settings: DemoSettings, progress: Progress = no_progress) -> DemoResult:
     """Run the whole comparison. Repeated runs with the same settings give identical numbers."""
-
-    def between(doing: str, begin: float, end: float, epochs: int) -> Callable[[int], None]:
-        return lambda epoch: progress(doing, begin + (end - begin) * epoch / epochs)
-
+    training = part(progress, 0.0, TRAINED)
+    mapping = part(progress, WALKED, MAPPED)
     start = time.perf_counter()
     seed = settings.seed
     progress("reading the data", 0.0)
     with one_thread():
         digits = load_digits(seed)
-        on_epoch = between("training networks", 0.0, TRAINED, settings.epochs)
         networks = train_digits(
-            digits.train, members=settings.members, seed=seed, epochs=settings.epochs, on_epoch=on_epoch
+            digits.train,
+            members=settings.members,
+            seed=seed,
+            epochs=settings.epochs,
+            on_epoch=lambda epoch: training("training networks", epoch / settings.epochs),
         )
         progress("fitting, tuning and scoring", TRAINED)
         methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
@@ -308,7 +307,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
         comparison = compare_on_digits(methods, digits, outliers)
         progress("walking away from the data", FITTED)
         distance = walk_away(methods, {"noise": noise, TEST: digits.test.inputs})
-        moons = map_moons(settings, between("mapping two moons", WALKED, MAPPED, settings.moons_epochs))
+        moons = map_moons(settings, lambda epoch: mapping("mapping two moons", epoch / settings.moons_epochs))
     versions = {"molaplace": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, networks, comparison, distance, moons, time.perf_counter() - start, versions)
 

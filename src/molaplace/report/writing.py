@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from molaplace.errors import OptionError
 from molaplace.evaluation import Comparison
+from molaplace.progress import Progress, no_progress
 from molaplace.report import words
 from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.figures import evaluation_figures
 from molaplace.report.page import evaluation_page
 from molaplace.report.style import Drawn, Planned, render
 from molaplace.report.tables import as_markdown
-
-Progress = Callable[[str, float], None]
-"""Callback that receives a description of the current step and the fraction of the work completed."""
-
-
-def no_progress(doing: str, done: float) -> None:
-    """Ignore the progress."""
 
 
 def write_evaluation(

@@ -10,10 +10,11 @@ from pathlib import Path
 from jinja2 import PackageLoader
 
 import molaplace as mola
+from molaplace.progress import Progress, no_progress
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
-from molaplace.report.writing import Progress, draw_figures, no_progress, write_texts, writing_to
+from molaplace.report.writing import draw_figures, write_texts, writing_to
 from molaplace_lab.report import words
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.reading import SuiteResults

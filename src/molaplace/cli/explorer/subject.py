@@ -19,12 +19,12 @@ from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import SCORE, default_alarm, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.job import Progress
 from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
 from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
 from molaplace.errors import MolaError, OptionError
 from molaplace.options import counted
 from molaplace.posterior import MoLA
+from molaplace.progress import Progress, no_progress
 
 EXAMPLES = 10
 Example = tuple[str, Image.Image]
@@ -74,7 +74,7 @@ def ood_examples(sight: Sight) -> list[Example]:
     ]
 
 
-def digits_subject(progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None) -> Subject:
+def digits_subject(progress: Progress = no_progress, settings: DemoSettings | None = None) -> Subject:
     """Train the networks of `molaplace demo`, and fit and tune their posterior."""
     settings = settings or DemoSettings()
     progress("reading the digits", 0.0)
