@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from molaplace.likelihoods import Categorical
+from molaplace.evaluation import outlier_scores
 from molaplace.uncertainty import entropy
 from molaplace_lab.activations import ActivationCache, Network, fast_inputs
 from molaplace_lab.activations_file import BATCH, StoredActivations, TensorFile, write_rows
@@ -35,10 +35,9 @@ class StoredPrediction:
 
     def with_scores(self, predictors: int) -> BatchPrediction:
         """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
-        total = entropy(self.probs)
-        scores = {"max probability": Categorical().distribution(self.probs).outlier_score(), "entropy": total}
+        scores = outlier_scores(self.probs)
         if predictors > 1:
-            scores["mutual information"] = (total - self.mean_entropy).clamp(min=0)
+            scores["mutual information"] = (entropy(self.probs) - self.mean_entropy).clamp(min=0)
         return BatchPrediction(self.probs, scores)
 
     @staticmethod

@@ -94,7 +94,7 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], predictions: P
     in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
     `in-scope accuracy` is the fraction of in-scope test data that are accepted and classified correctly.
     """
-    known, unknown, inside, outside = (_columns(predictions(name, True)) for name in (*validation, *test))
+    known, unknown, inside, outside = (columns_of(predictions(name, True)) for name in (*validation, *test))
     rates: dict[str, float] = {}
     for score in inside.scores.names:
         threshold = best_threshold(known.scores[score], known.data["correct"], unknown.scores[score])
@@ -104,8 +104,9 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], predictions: P
     return rates
 
 
-def _columns(predictions: Iterable[tuple[BatchPrediction, Tensor]]) -> PredictionColumns:
+def columns_of(predictions: Iterable[tuple[BatchPrediction, Tensor]], *, labelled: bool = True) -> PredictionColumns:
+    """Return the columns of a set's predictions; `labelled` is False if the labels have no meaning, as for outliers."""
     columns = PredictionColumns()
     for prediction, labels in predictions:
-        columns.add_probabilities(prediction.probs, labels, prediction.scores)
+        columns.add_probabilities(prediction.probs, labels if labelled else None, prediction.scores)
     return columns

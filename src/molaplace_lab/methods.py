@@ -18,10 +18,9 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.errors import collect_warnings
-from molaplace.likelihoods import Categorical
+from molaplace.evaluation import outlier_scores
 from molaplace.options import one_of
 from molaplace.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
-from molaplace.uncertainty import entropy
 from molaplace_lab.activations_file import ActivationSlice, StoredActivations
 from molaplace_lab.context import Context
 from molaplace_lab.detectors import feature_scores, gen_score
@@ -137,29 +136,25 @@ class LastLayerMethod:
             chosen["ood_score"] = posterior.predict([features[:1]], progress=False).ood_score_name
 
         @cache
-        def detectors() -> Mapping[str, Callable[[ActivationSlice], Tensor]]:
+        def feature_scorers() -> Mapping[str, Callable[[ActivationSlice], Tensor]]:
             return feature_scores(train, validation)
 
-        def predict(activations: ActivationSlice, with_scores: bool) -> BatchPrediction:
-            if not (with_scores and self.detectors):
+        def predict(activations: ActivationSlice, all_scores: bool) -> BatchPrediction:
+            if not (all_scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in activations.batches()])
-                return BatchPrediction(probs, {"max probability": Categorical().distribution(probs).outlier_score()})
+                return BatchPrediction(probs, {"max probability": outlier_scores(probs)["max probability"]})
             prediction = posterior.predict(activations.batches(), progress=False)
-            scores = {
-                "max probability": Categorical().distribution(prediction.probs).outlier_score(),
-                "entropy": entropy(prediction.probs),
-                "GEN": gen_score(prediction.probs),
-            }
+            # `chosen["ood_score"]` is the name of the posterior's own score.
+            own_score = None if self.structure is None else prediction.ood_score
+            scores = outlier_scores(prediction.probs, ood_score=own_score) | {"GEN": gen_score(prediction.probs)}
             # A single network without a posterior has no mutual information.
             if self.structure is not None or len(networks) > 1:
                 scores["mutual information"] = prediction.mutual_information
             if self.structure is not None:
-                # `chosen["ood_score"]` is the name of this score.
-                scores["ood score"] = prediction.ood_score
                 if (distance := getattr(prediction, "distance", None)) is not None:
                     scores["distance"] = distance
             elif not self.temperature:
-                scores |= {name: score(activations) for name, score in detectors().items()}
+                scores |= {name: score(activations) for name, score in feature_scorers().items()}
             return BatchPrediction(prediction.probs, scores)
 
         def batches(name: str) -> Iterator[tuple[ActivationSlice, Tensor]]:

@@ -23,7 +23,6 @@ from molaplace.errors import MolaError, OptionError, StorageError, warn
 from molaplace.evaluation import (
     METRICS,
     NUM_EXAMPLES,
-    PredictionColumns,
     examples_of,
     labelled_result,
     outlier_result,
@@ -34,7 +33,7 @@ from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import checksum
 from molaplace_lab.comparisons import LONG, SWEEP, methods_of
 from molaplace_lab.context import Context
-from molaplace_lab.measures import BatchPrediction, Measure
+from molaplace_lab.measures import BatchPrediction, Measure, columns_of
 from molaplace_lab.methods import Method
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
@@ -340,28 +339,24 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
     fitted = job.method.fit(context)
     seconds = {"fit": fitted.seconds, "predict": 0.0}
 
-    def predictions(name: str, with_scores: bool) -> Iterator[tuple[BatchPrediction, Tensor]]:
+    def predictions(name: str, all_scores: bool) -> Iterator[tuple[BatchPrediction, Tensor]]:
         for batch, labels in fitted.batches(name):
             start = time.perf_counter()
-            prediction = fitted.predict(batch, with_scores)
+            prediction = fitted.predict(batch, all_scores)
             seconds["predict"] += time.perf_counter() - start
             yield prediction, labels
 
-    def columns_of(source: Source, with_scores: bool) -> PredictionColumns:
-        columns = PredictionColumns()
-        for prediction, labels in predictions(source.name, with_scores):
-            known = None if source.role == "outlier" else labels
-            columns.add_probabilities(prediction.probs, known, prediction.scores)
-        return columns
-
     labelled, outliers, examples = {}, {}, {}
     detail = job.method.group == "main"  # figures show only this group
-    inside = columns_of(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
+    inside = columns_of(predictions("test", any(source.role == "outlier" for source in context.sources.values())))
     for source in context.sources.values():
         if source.role in ("train", "validation"):
             continue
-        columns = inside if source.role == "test" else columns_of(source, source.role == "outlier")
-        if source.role == "outlier":
+        outlying = source.role == "outlier"
+        columns = inside
+        if source.role != "test":
+            columns = columns_of(predictions(source.name, outlying), labelled=not outlying)
+        if outlying:
             outliers[source.name] = outlier_result(inside, columns, detail=detail)
         else:
             types = source.types if detail else ()
