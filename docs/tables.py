@@ -21,7 +21,7 @@ from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown
 from molaplace_lab.report.reading import SuiteResults, read_suites
 from molaplace_lab.report.runs import Numbers
 from molaplace_lab.report.tables import suite_tables
-from molaplace_lab.uci import METHODS, as_good, gap_table, read_records, score_table
+from molaplace_lab.uci import UCI_METHODS, as_good, gap_table, read_records, score_table
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"
@@ -116,9 +116,9 @@ def _uci(name: str) -> str:
         return score_table(records, name)
     scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
     found = {words: as_good(records, score) for score, words in scores}
-    rows = [[words, *[str(one[method].sum()) for method in METHODS]] for words, one in found.items()]
+    rows = [[words, *[str(one[method].sum()) for method in UCI_METHODS]] for words, one in found.items()]
     count = len(found["negative log-likelihood"])
-    return markdown_rows([f"best, or within a standard error of the best, of {count} sets", *METHODS], rows)
+    return markdown_rows([f"best, or within a standard error of the best, of {count} sets", *UCI_METHODS], rows)
 
 
 def _closed_forms(likelihood: str) -> str:

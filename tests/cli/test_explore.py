@@ -37,7 +37,7 @@ from tests.pages import Page
 from tests.workspace import CLASSES, job_for, with_job
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'molaplace[explore]' to test the explorer.")
-from molaplace.cli.explorer.page import METHODS, Explorer, controls
+from molaplace.cli.explorer.page import EXPLORED_METHODS, Explorer, controls
 
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""
@@ -142,7 +142,7 @@ def test_the_answer_is_what_the_public_predictors_return(shape):
     answer = explorer.answer(image, changes)
     inputs = subject.sight.inputs([change(image, **changes)])
     predictors = (mola.ensemble(networks[:1]), mola.ensemble(networks, posterior.weights), posterior)
-    for place, (method, predictor) in enumerate(zip(METHODS, predictors, strict=True)):
+    for place, (method, predictor) in enumerate(zip(EXPLORED_METHODS, predictors, strict=True)):
         probs = predictor(inputs)[0]
         assert_close([shares[method] for _, shares in answer["classes"]], probs)
         assert answer["methods"][place][:2] == (method, subject.classes[int(probs.argmax())])

@@ -9,8 +9,8 @@ import torch
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace_lab.training import Recipe
 from molaplace_lab.uci import (
-    METHODS,
     SETS,
+    UCI_METHODS,
     as_good,
     comparison,
     gap_table,
@@ -79,11 +79,11 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     records = read_records(tmp_path / "results")
     for score in ("rmse", "nll"):
         _, _, row = score_table(records, score).split("\n")
-        means = [sum(one["methods"][method][score] for one in records[3:]) / 2 for method in METHODS]
+        means = [sum(one["methods"][method][score] for one in records[3:]) / 2 for method in UCI_METHODS]
         assert "| yacht | 2 | " in row
         for mean, cell in zip(means, row.split(" | ")[2:], strict=True):
             assert float(cell.strip("*| ").split()[0]) == pytest.approx(mean, abs=0.006)
-        assert as_good(records, score).loc["yacht", METHODS[means.index(min(means))]]
+        assert as_good(records, score).loc["yacht", UCI_METHODS[means.index(min(means))]]
     assert gap_table(records).count("| yacht | 3 |") == 5
     damaged = next(iter(times))
     damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")

@@ -20,7 +20,7 @@ from molaplace.likelihoods import Gaussian
 from molaplace.posterior import MoLA
 from molaplace.rules.search import maximise
 
-RANGE = 100.0  # largest factor by which the noise and the root mean squared error may differ, in either direction
+NOISE_RANGE = 100.0  # largest factor by which the noise and the root mean squared error may differ, in either direction
 
 
 def scale_noise(ensemble: MoLA, val_loader: Iterable[Any]) -> MoLA:
@@ -79,5 +79,7 @@ def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tens
             scaled = spread[..., output] + noises[..., output] * math.exp(2 * log)
             return float(normal_mixtures.log_density(weights, means[..., output], scaled, targets[:, output]).mean())
 
-        factors.append(math.exp(maximise(score, log_start - math.log(RANGE), log_start + math.log(RANGE), coarse=9)))
+        factors.append(
+            math.exp(maximise(score, log_start - math.log(NOISE_RANGE), log_start + math.log(NOISE_RANGE), coarse=9))
+        )
     return torch.tensor(factors, dtype=torch.float64, device=means.device)

@@ -28,9 +28,7 @@ from molaplace.posterior import MoLA
 from molaplace.rules.search import maximise
 from molaplace.weights import check_weights, uniform_weights
 
-RANGE = (
-    1e4  # the search covers 1/RANGE to RANGE times the mean spread of the logits; beyond that, the loss barely changes
-)
+TEMPERATURE_RANGE = 1e4  # range of the search in either direction, relative to the mean spread of the logits; beyond it, the loss is flat
 GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
 CHUNK = 2**22  # number of logits processed at a time
 
@@ -66,8 +64,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
             "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
         )
         return 1.0
-    low = math.log(span / RANGE)
-    high = math.log(span * RANGE)
+    low = math.log(span / TEMPERATURE_RANGE)
+    high = math.log(span * TEMPERATURE_RANGE)
 
     def score(log_temperature: float) -> float:
         total = 0.0

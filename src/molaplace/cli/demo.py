@@ -12,7 +12,7 @@ from molaplace.cli.options import option
 from molaplace.cli.progress import showing_progress
 from molaplace.cli.shared import check_report_folder
 from molaplace.demo.report import demo_headlines, demo_tables, write_demo
-from molaplace.demo.run import METHODS, DemoSettings, run_demo
+from molaplace.demo.run import DEMO_METHODS, DemoSettings, run_demo
 from molaplace.progress import part
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_remarks
@@ -54,7 +54,7 @@ def demo(options: DemoOptions) -> None:
         print_table(console, table)
     for headline in demo_headlines(result.comparison):
         console.print(
-            f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "
+            f"[bold]{escape(headline.title)}[/bold]: {DEMO_METHODS[0]} {headline.before}, {DEMO_METHODS[-1]} {headline.after}. "
             f"{escape(headline.sentence)}"
         )
     for words in evaluation_remarks(result.comparison):

@@ -32,15 +32,11 @@ from molaplace.likelihoods import ClassificationLikelihood
 from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
 from molaplace.prediction import Prediction, RegressionPrediction
-from molaplace.rules.held_out import HeldOut
+from molaplace.rules.held_out import POSITIONS_KEPT, HeldOut
 from molaplace.settings import Settings
 
 COVERAGE = 0.9
 """Coverage guaranteed for the prediction sets in the report."""
-
-POSITIONS = 256
-"""Number of positions drawn per input for dense outputs. Neighbouring positions are correlated, so more of them would add
-little information."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 
@@ -103,7 +99,7 @@ class EvaluatedMethods:
             flatten_positions,
             where=where,
             ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
-            positions=POSITIONS,
+            positions=POSITIONS_KEPT,
             first=columns[self.own].count,
         )
         single, _, _ = flatten(single, labels)
@@ -171,7 +167,7 @@ def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:
         )
     if posterior.is_dense:
         notes.append(
-            f"Every number is computed over at most {POSITIONS} positions drawn at random from each input. Standard "
+            f"Every number is computed over at most {POSITIONS_KEPT} positions drawn at random from each input. Standard "
             f"errors treat each input as one observation, because the positions of one input are correlated."
         )
     elif classification and not posterior.likelihood.mutually_exclusive:

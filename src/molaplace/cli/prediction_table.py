@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molaplace.cli.decisions import Decisions
+from molaplace.evaluation.columns import INTERVAL
 from molaplace.likelihoods import Likelihood
-
-INTERVAL = 0.9
-"""Coverage of regression intervals if --coverage is not given."""
 
 FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
 REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")

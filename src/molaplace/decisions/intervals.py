@@ -28,7 +28,7 @@ from molaplace.errors import DataError, OptionError
 from molaplace.options import check_share, counted, one_of
 from molaplace.prediction import RegressionPrediction
 
-METHODS = ("quantile", "normalised")
+INTERVAL_METHODS = ("quantile", "normalised")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def prediction_intervals(
         for this coverage.
     """
     share = check_share(coverage, "coverage", "90 % is 0.9.")
-    one_of(method, METHODS, "method")
+    one_of(method, INTERVAL_METHODS, "method")
     if joint and method != "normalised":
         raise OptionError(
             "must be 'normalised' for joint=True: outputs may have different units, and only normalised scores have no unit.",

@@ -39,7 +39,7 @@ from molaplace.errors import DataError, OptionError, warn
 from molaplace.options import check_share, is_real, one_of, whole_number
 from molaplace.prediction import Prediction
 
-METHODS = ("lac", "aps", "raps")
+SET_METHODS = ("lac", "aps", "raps")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def prediction_sets(
     """
     calibration = Calibration.of(prediction, labels)
     share = check_share(coverage, "coverage", "90 % is 0.9.")
-    one_of(method, METHODS, "method")
+    one_of(method, SET_METHODS, "method")
     if by is not None:
         one_of(by, ("class",), "by", "None")
     if method == "lac" and randomised:

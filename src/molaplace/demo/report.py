@@ -11,12 +11,12 @@ from typing import Any
 from jinja2 import PackageLoader
 from safetensors.torch import save_file
 
-from molaplace.demo.run import METHODS, DemoResult
+from molaplace.demo.run import DEMO_METHODS, DemoResult
 from molaplace.evaluation import Comparison
 from molaplace.evaluation.catalogue import with_digits
 from molaplace.progress import Progress, no_progress
 from molaplace.report.comparison_tables import comparison_table, outlier_tables, test_table
-from molaplace.report.curves import DASHED, DOTTED, Line, Panel, draw_against_level, draw_panels, draw_reliability
+from molaplace.report.curves import DOTTED, LONG_DASHES, Line, Panel, draw_against_level, draw_panels, draw_reliability
 from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.page import page_environment, render_page
@@ -151,7 +151,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         sorted(angles),
         ALONG_ROTATION,
         "rotation (degrees)",
-        METHODS,
+        DEMO_METHODS,
         lambda angle, metric: numbers(Quantity(angles[angle], metric)),
     )
     inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
@@ -176,13 +176,13 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 def draw_distance(result: DemoResult) -> Figure:
     """Plot the confidence, its limit and its bound against the scale of the input."""
     distance = result.distance
-    drawn = strokes(METHODS)
+    drawn = strokes(DEMO_METHODS)
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []
     for kind, curves in distance.curves.items():
-        lines = [Line(distance.scales, curves[method], method, drawn[method]) for method in METHODS]
+        lines = [Line(distance.scales, curves[method], method, drawn[method]) for method in DEMO_METHODS]
         ends = distance.scales[[0, -1]]
-        for words, values, dashes in (("limit", distance.limits, DOTTED), ("bound", distance.bounds, DASHED)):
+        for words, values, dashes in (("limit", distance.limits, DOTTED), ("bound", distance.bounds, LONG_DASHES)):
             for method, value in values[kind].items():
                 style = {**drawn[method], "linestyle": dashes}
                 lines.append(Line(ends, [value] * 2, f"{words}, {method}", style))
@@ -193,13 +193,13 @@ def draw_distance(result: DemoResult) -> Figure:
 def draw_moons(result: DemoResult) -> Figure:
     """Draw a map of each method's confidence around the two moons, with a common colour scale."""
     moons = result.moons
-    drawn = colours(METHODS)
-    figure, panels = canvas(-(-len(METHODS) // 3), 3, 2.6)
+    drawn = colours(DEMO_METHODS)
+    figure, panels = canvas(-(-len(DEMO_METHODS) // 3), 3, 2.6)
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
     scale: dict[str, Any] = {"cmap": "viridis", "vmin": 0.5, "vmax": 1.0, "interpolation": "bilinear"}
-    for panel in panels[len(METHODS) :]:
+    for panel in panels[len(DEMO_METHODS) :]:
         panel.set_visible(False)
-    for panel, method in zip(panels, METHODS, strict=False):
+    for panel, method in zip(panels, DEMO_METHODS, strict=False):
         image = panel.imshow(moons.maps[method], extent=extent, origin="lower", **scale)
         panel.scatter(moons.points[:, 0], moons.points[:, 1], s=3, c=moons.labels, cmap="gray", linewidths=0)
         panel.set(xticks=[], yticks=[])

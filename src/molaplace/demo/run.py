@@ -1,6 +1,6 @@
 """The demo: train networks, compare methods on scikit-learn's digits and on distant inputs, and map their confidence on two moons.
 
-Unless stated otherwise, dictionaries of results are keyed by the names in `METHODS`, in the same order.
+Unless stated otherwise, dictionaries of results are keyed by the names in `DEMO_METHODS`, in the same order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from molaplace.progress import Progress, no_progress, part
 PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
 """Names of MoLA when tuned by the paper's rule and by the library's default rule."""
 
-METHODS = ("MAP", "DE", "DE-T", PAPER, DEFAULT)
+DEMO_METHODS = ("MAP", "DE", "DE-T", PAPER, DEFAULT)
 """Names of the methods: a single network, an ensemble, the same ensemble with a temperature, and MoLA tuned by the paper's rule and by
 the default rule."""
 
@@ -57,7 +57,7 @@ Array = NDArray[np.float64]
 TEST = "test digits"
 """Name of the in-distribution set."""
 
-FAR = 1000.0
+FAR_FACTOR = 1000.0
 """Factor by which the inputs in the far-away sets are scaled."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -301,8 +301,8 @@ def run_demo(settings: DemoSettings, progress: Progress = no_progress) -> DemoRe
         noise = uniform_noise(settings.outliers, seed=seed)
         outliers = {
             **dict(zip(NEAR, (patches, noise), strict=True)),
-            f"noise {TIMES}{FAR:.0f}": FAR * noise,
-            f"digits {TIMES}{FAR:.0f}": FAR * digits.test.inputs,
+            f"noise {TIMES}{FAR_FACTOR:.0f}": FAR_FACTOR * noise,
+            f"digits {TIMES}{FAR_FACTOR:.0f}": FAR_FACTOR * digits.test.inputs,
         }
         comparison = compare_on_digits(methods, digits, outliers)
         progress("walking away from the data", FITTED)

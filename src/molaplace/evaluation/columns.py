@@ -41,7 +41,7 @@ NOMINAL_LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 """Coverage probabilities of the intervals shown in figures, including all `LEVELS`."""
 
 INTERVAL = 0.9
-"""Nominal coverage of the intervals whose actual coverage `mola.evaluate` measures."""
+"""Nominal coverage of the intervals whose actual coverage `mola.evaluate` measures, and of those in tables of predictions."""
 
 MOST_OUTPUTS = 16
 """Maximum number of regression outputs for which separate columns are stored."""

@@ -113,11 +113,11 @@ def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
-def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
+def calibration_error(confidence: Tensor, correct: Tensor, groups: Tensor | None = None) -> Measurement:
     """Return the expected calibration error of float64 confidences (n,); `correct` (n,) is 1 for correct predictions, 0 otherwise."""
-    sums = metrics.bin_sums(confidence, correct, bins)
+    sums = metrics.bin_sums(confidence, correct)
     # Each datum's contribution takes the sign of its bin's gap, so that the mean contribution is the calibration error.
-    signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
+    signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, len(sums))]
     return Measurement(metrics.calibration_gap(sums), ((confidence - correct) * signs,), (groups,))
 
 
@@ -217,7 +217,7 @@ def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
     means = {"accuracy": "correct", "nll": "nll", "brier": "brier"}
     measurements = {name: mean_column(data, column) for name, column in means.items() if column in data}
     measurements |= {
-        "ece": calibration_error(data["confidence"], data["correct"], groups=data.groups),
+        "ece": calibration_error(data["confidence"], data["correct"], data.groups),
         "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
         "confidence": mean_column(data, "confidence"),
     }

@@ -14,9 +14,9 @@ from molaplace.report.style import INK, Axes, Figure, canvas, quiet_axes, shared
 from molaplace.report.tables import SHIFT_METRICS
 
 DOTTED = (0, (1, 1.6))
-DASHED = (0, (5, 2.5))
+LONG_DASHES = (0, (5, 2.5))
 
-GUIDE: dict[str, Any] = {"color": INK, "linestyle": DASHED, "linewidth": 0.9}
+GUIDE: dict[str, Any] = {"color": INK, "linestyle": LONG_DASHES, "linewidth": 0.9}
 """Line style of the diagonal on which calibrated predictions lie."""
 
 MIN_COUNT, MIN_SHARE = 5, 0.001

@@ -26,7 +26,7 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
         tables=evaluation_tables(comparison),
         detail=detail_table(comparison),
         figures=figures,
-        described=words.REGRESSION_METHODS if comparison.regression else words.METHODS,
+        described=words.REGRESSION_DESCRIPTIONS if comparison.regression else words.DESCRIPTIONS,
         remarks=words.evaluation_remarks(comparison),
     )
 
@@ -47,7 +47,7 @@ def page_environment(*loaders: BaseLoader) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"strokes": strokes, "METHODS": words.METHODS}
+    environment.globals |= {"strokes": strokes, "DESCRIPTIONS": words.DESCRIPTIONS}
     environment.filters |= {"as_html": as_html, "duration": _duration, "inline_svg": _inline_svg, "prose": _prose}
     return environment
 

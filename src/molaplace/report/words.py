@@ -10,7 +10,7 @@ from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, Lead
 from molaplace.evaluation.leads import Name
 from molaplace.report.comparison_tables import SCORE_HEADINGS
 
-METHODS = {
+DESCRIPTIONS = {
     "MAP": "the first network, unchanged",
     "MAP-T": "MAP with a temperature tuned on the validation data",
     "DE": "the plain deep ensemble: the mean of all networks' probabilities",
@@ -23,8 +23,8 @@ METHODS = {
 }
 """Descriptions of the methods in comparisons."""
 
-REGRESSION_METHODS = {
-    **METHODS,
+REGRESSION_DESCRIPTIONS = {
+    **DESCRIPTIONS,
     "MAP": "the first network, unchanged, with the noise estimated from the training data",
     "MAP-N": "MAP with its noise rescaled to fit the validation data",
     "DE": "the plain deep ensemble: a mixture of all networks, each with its own noise",

@@ -35,7 +35,7 @@ STRAIGHT = 65536
 DIAGONAL = 91750
 KNIGHT = 143976
 """OpenCV's lengths of the moves (1, 0), (1, 1) and (2, 1), namely 1, 1.4 and 2.1969, in units of 1 / 65536."""
-FAR = 1 << 29
+UNREACHED = 1 << 29
 MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
     *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
@@ -90,9 +90,9 @@ def distance(edges: NDArray[np.bool_]) -> Floats:
     side = edges.shape[-1]
     margin = 2
     # The batch axis comes last, so that each step of the sweep processes the whole batch.
-    field = np.full((side + 2 * margin, side + 2 * margin, len(edges)), FAR, dtype=np.int64)
+    field = np.full((side + 2 * margin, side + 2 * margin, len(edges)), UNREACHED, dtype=np.int64)
     inner = slice(margin, margin + side)
-    field[inner, inner] = np.where(np.moveaxis(edges, 0, -1), 0, FAR)
+    field[inner, inner] = np.where(np.moveaxis(edges, 0, -1), 0, UNREACHED)
     for turned in (field, field[::-1, ::-1]):
         for row in range(margin, margin + side):
             for column in range(margin, margin + side):

@@ -219,7 +219,6 @@ def marked_table(
     caption: str,
     columns: Sequence[Column],
     values: Mapping[str, Sequence[Number]],
-    aside: Mapping[str, Sequence[Number]] | None = None,
 ) -> Table:
     """Return a table of means over runs; in each column, the methods that lead all others are bold."""
     best = [
@@ -227,7 +226,7 @@ def marked_table(
         for index, column in enumerate(columns)
         for name in _leaders({method: row[index] for method, row in values.items()}, column)
     ]
-    return make_table(title, caption, columns, values, aside, best)
+    return make_table(title, caption, columns, values, best=best)
 
 
 def records_table(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from molaplace.evaluation import TIE
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
-from molaplace.report.words import METHODS, Finding
+from molaplace.report.words import DESCRIPTIONS, Finding
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import Numbers, is_clear, shared_outliers
 
-DESCRIPTIONS = {
-    **METHODS,
-    "MoLA": METHODS["MoLA (threshold)"],
+SUITE_DESCRIPTIONS = {
+    **DESCRIPTIONS,
+    "MoLA": DESCRIPTIONS["MoLA (threshold)"],
     "SWAG": "a Gaussian fitted to the weights from the last training steps",
     "MultiSWAG": "a mixture of SWAGs",
     "MIMO": "one network that makes several predictions in one forward pass",

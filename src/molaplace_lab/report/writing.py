@@ -38,7 +38,7 @@ class SuiteReport:
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
     """Return one HTML page for several suites, with `made_by` as the footer."""
     environment = page_environment(PackageLoader("molaplace_lab.report"))
-    environment.globals |= {"METHODS": words.DESCRIPTIONS, "LEADS": LEADS}
+    environment.globals |= {"DESCRIPTIONS": words.SUITE_DESCRIPTIONS, "LEADS": LEADS}
     environment.filters |= {
         "ablation_groups": ablation_groups,
         "findings": words.suite_findings,

@@ -53,10 +53,10 @@ RATES = (3e-2, 3e-3)
 SWAG_BATCH = 128
 SWAG_EPOCHS = 20
 
-METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
+UCI_METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
 """Names of the methods, in the order in which tables list them."""
 
-GAP_METHODS = METHODS[:-1]
+GAP_METHODS = UCI_METHODS[:-1]
 
 SCHEMA = {
     "format": str,
@@ -88,7 +88,9 @@ def run_uci(
     """
     for name in sets:
         uci_set = read_uci(data, name)
-        jobs = [(f"split-{number}", uci_set.split(number), METHODS) for number in range(len(uci_set.tests))[:splits]]
+        jobs = [
+            (f"split-{number}", uci_set.split(number), UCI_METHODS) for number in range(len(uci_set.tests))[:splits]
+        ]
         for feature in range(uci_set.inputs.shape[1] if gaps else 0):
             if len(set(uci_set.inputs[:, feature].tolist())) > 2:  # a feature with two values has no middle third
                 jobs.append((f"gap-{feature}", uci_set.gap(feature), GAP_METHODS))

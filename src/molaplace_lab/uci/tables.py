@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from molaplace_lab.uci.comparison import METHODS
+from molaplace_lab.uci.comparison import UCI_METHODS
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -28,7 +28,7 @@ def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
     # Return frames with a row for each set and a column for each method: the mean of a score over the published splits, its standard
     # error, and the number of splits.
     estimates = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
-    return {name: estimates[name].unstack()[list(METHODS)] for name in estimates}
+    return {name: estimates[name].unstack()[list(UCI_METHODS)] for name in estimates}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
@@ -52,7 +52,7 @@ def score_table(records: Records, score: str) -> str:
             text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" \u00b1 {error:.{digits}f}")
             cells.append(f"**{text}**" if mean == means.min() else text)
         rows.append([name, str(int(estimates["count"].loc[name].max())), *cells])
-    return _markdown(["set", "splits", *METHODS], rows)
+    return _markdown(["set", "splits", *UCI_METHODS], rows)
 
 
 def gap_table(records: Records) -> str:

@@ -30,7 +30,7 @@ with importing("the explorer", "gradio", "explore"):
     import gradio as gr
 
 HOST = "127.0.0.1"
-METHODS = ("MAP", "DE", "MoLA")
+EXPLORED_METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
 """Time limit per picture, in seconds. If the networks take longer, the plot of confidence against angle is left out."""
@@ -74,7 +74,7 @@ class Explorer:
         # approximations.
         posterior = self.subject.posterior
         single, ensemble = (networks_alone(posterior, prediction, count) for count in (1, len(posterior.components)))
-        return dict(zip(METHODS, (single.probs, ensemble.probs, prediction.probs), strict=True))
+        return dict(zip(EXPLORED_METHODS, (single.probs, ensemble.probs, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
         """Return the HTML for a request that contains `picture` as a `data:` URL, the values of the sliders, and `invert`."""
