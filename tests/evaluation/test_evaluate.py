@@ -90,7 +90,7 @@ def test_outliers_against_scikit_learn(evaluated):
         inside, outside = (predictor.predict(pairs[data][0]) for data in ("test", "far"))
         truth, row = [0] * len(inside) + [1] * len(outside), found[name, "far"]
         for metric, scores in (
-            ("confidence", [1 - inside.confidence, 1 - outside.confidence]),
+            ("max_probability", [1 - inside.confidence, 1 - outside.confidence]),
             ("ood_score", [inside.ood_score, outside.ood_score]),
         ):
             auroc = roc_auc_score(truth, torch.cat(scores).numpy())
@@ -135,10 +135,12 @@ def test_regression_by_definition(heteroscedastic):
     assert row["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()), rel=1e-5)
     assert row["nll"].value == pytest.approx(-float(prediction.log_prob(targets).double().mean()), rel=1e-5)
     assert row["crps"].value == pytest.approx(float(prediction.crps(targets).mean()), rel=1e-5)
-    assert row["coverage"] == pytest.approx((float(inside.mean()), float(inside.mean(1).std()) / 20), abs=1e-6)
+    assert row["coverage_90"] == pytest.approx((float(inside.mean()), float(inside.mean(1).std()) / 20), abs=1e-6)
     squares = (prediction.mean - targets).square().mean(1)
     assert row["rmse"].error == pytest.approx(resampled(lambda one: float(one.mean().sqrt()), squares), rel=0.15)
-    assert set(found["r", "far"]) == {f"{metric}_{by}" for metric in ("auroc", "fpr95") for by in ("std", "ood_score")}
+    assert set(found["r", "far"]) == {
+        f"{metric}_{by}" for metric in ("auroc", "fpr95") for by in ("variance", "ood_score")
+    }
     assert found["r", "far"]["auroc_ood_score"].value > 0.9
 
 

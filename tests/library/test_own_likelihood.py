@@ -119,7 +119,7 @@ def test_a_registered_likelihood_is_fitted_tuned_called_saved_and_evaluated(tmp_
     table = mola.evaluate({"MoLA": posterior}, [(new, counts[250:])], likelihood="poisson")
     metrics = table["MoLA", "test"]
     assert_close(metrics["nll"].value, -float(prediction.log_prob(counts[250:]).mean()), "float64")
-    assert 0.8 < metrics["coverage"].value <= 1
+    assert 0.8 < metrics["coverage_90"].value <= 1
 
 
 def test_its_laplace_approximation_is_the_hessian_of_its_log_likelihood():

@@ -185,7 +185,7 @@ def _read(methods: EvaluatedMethods, loader: Loader, team: Team) -> dict[str, Pr
         methods.add(columns, batch, as_batch(batch, loader.source.name).labels)
     if not any(team.collect(len(columns[methods.own].data))):
         raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
-    columns = {method: predictions.gather(team) for method, predictions in columns.items()}
+    columns = {method: of_method.gather(team) for method, of_method in columns.items()}
     if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
         single = columns[SINGLE].data
         check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {loader.source.name}")

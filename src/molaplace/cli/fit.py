@@ -209,15 +209,15 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     factors = None if likelihood.classification else noise_factors(posterior, held_out, networks)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
-    metrics = {"networks": PredictionColumns(), "posterior": PredictionColumns()}
+    by_predictor = {"networks": PredictionColumns(), "posterior": PredictionColumns()}
     chunks: list[dict[str, Tensor]] = []
     for chunk in held_out.chunks():
         labels = chunk.labels
         assert labels is not None
         prediction = posterior.predict_from_features(chunk.phi, chunk.outputs)
         alone = networks_alone(posterior, prediction, networks, factors)
-        metrics["networks"].add(alone, labels, scores={"ood score": prediction.ood_score})
-        metrics["posterior"].add(prediction, labels)
+        by_predictor["networks"].add(alone, labels, scores={"ood score": prediction.ood_score})
+        by_predictor["posterior"].add(prediction, labels)
         chunks.append(decision_columns(prediction, labels, guarantees=guarantees))
     names = sorted({name for columns in team.collect(list(chunks[0]) if chunks else []) for name in columns})
     columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks]) if chunks else None) for name in names}
@@ -229,9 +229,9 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
     }
-    for name, predictions in metrics.items():
-        estimates = measured(predictions.gather(team))
-        validation[name] = {metric: estimate.value for metric, estimate in estimates.items()}
+    for name, of_predictor in by_predictor.items():
+        measurements = measured(of_predictor.gather(team))
+        validation[name] = {metric: measurement.value for metric, measurement in measurements.items()}
     return validation, columns
 
 

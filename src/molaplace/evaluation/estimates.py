@@ -201,13 +201,13 @@ def mean_column(columns: Columns, name: str) -> Measurement:
     return mean_of(columns[name], columns.groups)
 
 
-def measured(predictions: PredictionColumns) -> dict[str, Measurement]:
+def measured(columns: PredictionColumns) -> dict[str, Measurement]:
     """Return the metrics on labelled data that have standard errors.
 
     For classification: accuracy, nll, brier, ece, aurc and confidence, and for multi-label data the mean AUROC over labels. For regression:
     rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
     """
-    data = predictions.data
+    data = columns.data
     if "square" in data:
         measurements = {"rmse": root_mean_of(data["square"], data.groups)}
         names = {"nll": "nll", "crps": "crps", "std": "std"}

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from molaplace import metrics
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
-from molaplace.evaluation.columns import INTERVAL, PredictionColumns, flatten_positions
+from molaplace.evaluation.columns import PredictionColumns, flatten_positions
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
@@ -27,12 +27,6 @@ from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, 
 from molaplace.options import whole_number
 from molaplace.prediction import Prediction
 from molaplace.predictor import Predictor
-
-REGRESSION_METRICS = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": f"coverage_{100 * INTERVAL:g}"}
-"""Name of each metric in the table for regression, and its name in `measured`."""
-
-SCORE_SUFFIXES = {"max probability": "confidence", "variance": "std", "ood score": "ood_score"}
-"""Last part of the names of outlier metrics in the table: the quantity from which the outlier score is computed."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +95,10 @@ def evaluate(
     """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
 
     For classification, the metrics are accuracy, log loss (nll), Brier score, expected calibration error (ece), area under the
-    risk-coverage curve (aurc) and mean confidence. For multi-label data, these metrics are computed over all known labels. For
-    regression, the metrics are rmse, nll, crps and the coverage of 90 % intervals. The metrics auroc and fpr95 measure how well
-    low confidence (in regression, a high predicted standard deviation) and a high `ood_score` separate outliers from the test data.
+    risk-coverage curve (aurc) and mean confidence. For multi-label data, these metrics are computed over all known labels, and auroc is
+    the mean AUROC of the labels. For regression, the metrics are rmse, nll, crps, the mean standard deviation (std) and the coverage of
+    90 % intervals (coverage_90). For outliers, auroc and fpr95 measure how well low confidence (auroc_max_probability), or in regression
+    a high predicted variance (auroc_variance), and a high `ood_score` (auroc_ood_score) separate outliers from the test data.
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable that maps inputs to probabilities of shape (n, C); or
@@ -147,18 +142,17 @@ def evaluate(
         inliers = None
         for data, loader in loaders.items():
             try:
-                predictions = read(mixture, loader, f"{data} loader", labelled=data in labelled)
+                columns = read(mixture, loader, f"{data} loader", labelled=data in labelled)
             except DataError as error:
                 location = f"predictor {name!r} on the {data} loader"
                 error.place = location if error.place is None else f"{location}, {error.place}"
                 raise
-            inliers = predictions if inliers is None else inliers
-            measurements = _metrics(predictions) if data in labelled else _separation(inliers, predictions)
+            inliers = columns if inliers is None else inliers
+            measurements = measured(columns) if data in labelled else _separation(inliers, columns)
             rows[name, data] = {metric: measurement.estimate for metric, measurement in measurements.items()}
-            counts[name, data] = predictions.count
-            if data in labelled and "correct" in predictions.data:
-                columns = predictions.data
-                bins[name, data] = metrics.bin_sums(columns["confidence"], columns["correct"])
+            counts[name, data] = columns.count
+            if data in labelled and "correct" in columns.data:
+                bins[name, data] = metrics.bin_sums(columns.data["confidence"], columns.data["correct"])
     return Evaluation(rows, counts, bins)
 
 
@@ -227,17 +221,9 @@ def _read(
     return columns
 
 
-def _metrics(predictions: PredictionColumns) -> dict[str, Measurement]:
-    measurements = measured(predictions)
-    if "rmse" in measurements:
-        return {name: measurements[metric] for name, metric in REGRESSION_METRICS.items()}
-    measurements.pop("auroc", None)  # in the table, this name belongs to the separation of outliers
-    return measurements
-
-
 def _separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, Measurement]:
     return {
-        f"{metric}_{SCORE_SUFFIXES[score]}": measurement
+        f"{metric}_{score.replace(' ', '_')}": measurement
         for score, measurements in separation(inliers, outliers).items()
         for metric, measurement in measurements.items()
     }

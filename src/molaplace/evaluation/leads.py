@@ -75,7 +75,7 @@ def _in_errors(gap: Estimate) -> float:
 
 def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
     """Return the best method on labelled data for each metric with a direction that all methods have."""
-    measurements = {method: measured(predictions) for method, predictions in methods.items()}
+    measurements = {method: measured(columns) for method, columns in methods.items()}
     return {
         name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, metric.better)
         for name, metric in CATALOGUE.items()
@@ -87,7 +87,7 @@ def differences(
     methods: Mapping[str, PredictionColumns], reference: str
 ) -> dict[str, dict[str, tuple[float, float | None]]]:
     """Return the nll (for regression, also rmse and crps) of every other method minus that of `reference`, with standard errors."""
-    measurements = {method: measured(predictions) for method, predictions in methods.items()}
+    measurements = {method: measured(columns) for method, columns in methods.items()}
     base = measurements.pop(reference)
     compared = [name for name, metric in REGRESSION_METRICS.items() if metric.better]
     gaps: dict[str, dict[str, tuple[float, float | None]]] = {}
@@ -103,18 +103,18 @@ def outlier_leads(
     """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): measurements
-        for method, predictions in outliers.items()
-        for score, measurements in separation(inliers[method], predictions).items()
+        for method, columns in outliers.items()
+        for score, measurements in separation(inliers[method], columns).items()
     }
     leads = {
         name: lead({entry: measurements[name] for entry, measurements in separated.items()}, metric.better)
         for name, metric in OUTLIER_METRICS.items()
         if metric.better is not None and all(name in measurements for measurements in separated.values())
     }
-    if not all("confidence" in predictions.data for predictions in outliers.values()):
+    if not all("confidence" in columns.data for columns in outliers.values()):
         return leads
     confidence: dict[Name, Measurement] = {
-        (method,): mean_column(predictions.data, "confidence") for method, predictions in outliers.items()
+        (method,): mean_column(columns.data, "confidence") for method, columns in outliers.items()
     }
     by_confidence: dict[Name, Measurement] = {
         (method,): separated[method, "max probability"]["auroc"] for method in outliers

@@ -59,7 +59,7 @@ def _errors(measurements: Mapping[str, Measurement]) -> dict[str, float | None]:
 
 
 def labelled_result(
-    predictions: PredictionColumns,
+    columns: PredictionColumns,
     level: float = 0.0,
     *,
     detail: bool = True,
@@ -72,8 +72,8 @@ def labelled_result(
     contains the names of the outputs. `types` adds results for each type of shift; data point i has the type with index i modulo the
     number of types.
     """
-    measurements = measured(predictions)
-    data = predictions.data
+    measurements = measured(columns)
+    data = columns.data
     regression = "square" in data
     bins = detail and not regression
     return LabelledResult(
@@ -85,7 +85,7 @@ def labelled_result(
         errors=_errors(measurements),
         classes=_by_class(data, classes) if classes and not regression else {},
         types=_by_type(data, types),
-        regression=_regression_detail(predictions, classes) if regression else None,
+        regression=_regression_detail(columns, classes) if regression else None,
     )
 
 
@@ -196,24 +196,24 @@ def interval_result(data: Columns, level: float) -> IntervalResult:
     return IntervalResult(level, covered.value, known_error(covered), width.value)
 
 
-def examples_of(predictions: PredictionColumns) -> Examples:
+def examples_of(columns: PredictionColumns) -> Examples:
     """Return the confidences and predicted classes for the first few inputs."""
-    confidence = predictions.data["confidence"][:NUM_EXAMPLES]
-    predicted = predictions.data["predicted"][:NUM_EXAMPLES]
+    confidence = columns.data["confidence"][:NUM_EXAMPLES]
+    predicted = columns.data["predicted"][:NUM_EXAMPLES]
     return Examples(confidence.tolist(), predicted.long().tolist())
 
 
 # --- regression ------------------------------------------------------------------------------------------------------
 
 
-def _regression_detail(predictions: PredictionColumns, names: Sequence[str]) -> RegressionDetail:
-    coverages = {level: mean_column(predictions.data, f"covered[{level}]") for level in NOMINAL_LEVELS}
-    index = predictions.outputs["output"]
-    outputs = {name: predictions.outputs.select(index == output) for output, name in enumerate(names[:MOST_OUTPUTS])}
-    measurements = {name: measured(PredictionColumns(columns)) for name, columns in outputs.items()}
+def _regression_detail(columns: PredictionColumns, names: Sequence[str]) -> RegressionDetail:
+    coverages = {level: mean_column(columns.data, f"covered[{level}]") for level in NOMINAL_LEVELS}
+    index = columns.outputs["output"]
+    outputs = {name: columns.outputs.select(index == output) for output, name in enumerate(names[:MOST_OUTPUTS])}
+    measurements = {name: measured(PredictionColumns(output)) for name, output in outputs.items()}
     return RegressionDetail(
         coverage=[[level, coverage.value, known_error(coverage)] for level, coverage in coverages.items()],
-        examples={name: _targets(columns) for name, columns in outputs.items()},
+        examples={name: _targets(output) for name, output in outputs.items()},
         outputs={
             name: OutputResult(_values(by_metric), _errors(by_metric)) for name, by_metric in measurements.items()
         },
