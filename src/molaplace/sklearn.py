@@ -93,7 +93,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         inputs = self._standardised(table)
         targets = torch.from_numpy(labels)
 
-        def posterior(rows: Any) -> MoLA:
+        def fit_posterior(rows: Any) -> MoLA:
             networks = train_mlps(
                 inputs[rows],
                 targets[rows],
@@ -121,7 +121,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             return list(zip(torch.split(inputs[rows], ROWS), torch.split(targets[rows], ROWS), strict=True))
 
         if not needs_data:
-            final = posterior(slice(None))
+            final = fit_posterior(slice(None))
             self.posterior_ = final if rule is None else final.tune(rule=rule, progress=False)
             self.tuning_ = self.posterior_.tuning
             return self
@@ -130,9 +130,9 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit of its range, and
             # cross-validation would repeat the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
-            start = posterior(~aside)
+            start = fit_posterior(~aside)
             tuned = start.tune(batches(aside), rule=rule, progress=False)
-        self.posterior_ = _with_tuning_of(start, tuned, posterior(slice(None)))
+        self.posterior_ = _with_tuning_of(start, tuned, fit_posterior(slice(None)))
         self.tuning_ = tuned.tuning
         return self
 

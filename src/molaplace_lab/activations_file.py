@@ -86,13 +86,13 @@ class TensorFile:
             first += count
         return torch.cat(slices)
 
-    def rows(self, name: str, places: Sequence[int]) -> Tensor:
-        """Return the rows of a tensor at the indices `places`, in the given order; consecutive rows are read together."""
-        if len(places) == 0:
+    def rows(self, name: str, row_indices: Sequence[int]) -> Tensor:
+        """Return the rows of a tensor at the indices `row_indices`, in the given order; consecutive rows are read together."""
+        if len(row_indices) == 0:
             return self.read(name, 0, 0)
-        breaks = [index for index, (start, following) in enumerate(pairwise(places), 1) if following != start + 1]
-        runs = zip([0, *breaks], [*breaks, len(places)], strict=True)
-        return torch.cat([self.read(name, places[start], places[end - 1] + 1) for start, end in runs])
+        breaks = [index for index, (start, following) in enumerate(pairwise(row_indices), 1) if following != start + 1]
+        runs = zip([0, *breaks], [*breaks, len(row_indices)], strict=True)
+        return torch.cat([self.read(name, row_indices[start], row_indices[end - 1] + 1) for start, end in runs])
 
 
 class HeadOnly(nn.Module):
@@ -144,7 +144,7 @@ class StoredActivations:
     """Stored features and logits of K networks for one data set; iterating yields (features, labels) batches for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
-    places: Sequence[int]
+    row_indices: Sequence[int]
     """Indices of the rows to read from the files, in reading order."""
 
     @classmethod
@@ -160,11 +160,11 @@ class StoredActivations:
 
     def only(self, networks: slice) -> StoredActivations:
         """Return the stored activations of the networks selected by a slice."""
-        return StoredActivations(self.files[networks], self.places)
+        return StoredActivations(self.files[networks], self.row_indices)
 
-    def at(self, places: Sequence[int]) -> StoredActivations:
-        """Return the stored activations for the data at the indices `places`, in the given order."""
-        return StoredActivations(self.files, tuple(places))
+    def at(self, row_indices: Sequence[int]) -> StoredActivations:
+        """Return the stored activations for the data at the indices `row_indices`, in the given order."""
+        return StoredActivations(self.files, tuple(row_indices))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
@@ -177,22 +177,22 @@ class StoredActivations:
     @cached_property
     def labels(self) -> Tensor:
         """Class of each data point, shape (n,)."""
-        return self.files[0].rows("labels", self.places)
+        return self.files[0].rows("labels", self.row_indices)
 
     @property
     def count(self) -> int:
         """Number of examples."""
-        return len(self.places)
+        return len(self.row_indices)
 
     def slices(self) -> Iterator[ActivationSlice]:
         """Yield all data in slices of bounded size; every slice except the last consists of full batches."""
         widths = tuple(file.shape("features")[1] for file in self.files)
-        rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
-        for start in range(0, self.count, rows):
-            indices = self.places[start : start + rows]
+        rows_per_slice = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
+        for start in range(0, self.count, rows_per_slice):
+            indices = self.row_indices[start : start + rows_per_slice]
             features, logits = ([file.rows(name, indices) for file in self.files] for name in ("features", "logits"))
             padded = [functional.pad(tensor, (0, max(widths) - tensor.shape[1])) for tensor in features]
-            labels = self.labels[start : start + rows]
+            labels = self.labels[start : start + rows_per_slice]
             yield ActivationSlice(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -201,4 +201,4 @@ class StoredActivations:
 
     def logits(self) -> Tensor:
         """Return the logits for all data at once, shape (K, n, C); use this only for small sets, such as the validation set."""
-        return torch.stack([file.rows("logits", self.places) for file in self.files])
+        return torch.stack([file.rows("logits", self.row_indices) for file in self.files])

@@ -108,13 +108,16 @@ def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
     Distances are computed in the precision of the features. In float32, distances to close neighbours are accurate to about 4 digits.
     A feature vector of length 0 stays 0, and its distance to all other points is 1.
     """
-    bank = _directions(features.detach())
-    sizes = bank.square().sum(1)
+    training_directions = _directions(features.detach())
+    bank_squares = training_directions.square().sum(1)
+    rows_at_once = max(1, PAIRS_AT_ONCE // len(training_directions))
 
-    def score(features: Tensor) -> Tensor:
+    def score(batch: Tensor) -> Tensor:
         distances = []
-        for part in torch.split(_directions(features.detach()).to(bank), max(1, PAIRS_AT_ONCE // len(bank))):
-            squares = torch.addmm(part.square().sum(1, keepdim=True) + sizes, part, bank.T, alpha=-2)
+        for part in torch.split(_directions(batch.detach()).to(training_directions), rows_at_once):
+            squares = torch.addmm(
+                part.square().sum(1, keepdim=True) + bank_squares, part, training_directions.T, alpha=-2
+            )
             distances.append(squares.topk(k, dim=1, largest=False, sorted=False).values.max(1).values)
         return torch.cat(distances).clamp_min(0).sqrt()
 

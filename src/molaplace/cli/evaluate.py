@@ -160,7 +160,7 @@ def run_evaluate(
     classes = fitted.output_names
     return compare(
         test,
-        [_set_info(posterior, name, options, by_method[methods.own]) for name, by_method in columns.items()],
+        [_set_info(posterior, name, options, by_method[methods.subject]) for name, by_method in columns.items()],
         columns,
         {method: methods.tuned(method) for method in methods.names},
         classes=classes,
@@ -183,7 +183,7 @@ def _read(methods: EvaluatedMethods, loader: Loader, team: Team) -> dict[str, Pr
     columns = {method: PredictionColumns() for method in methods.names}
     for batch in loader:
         methods.add(columns, batch, as_batch(batch, loader.source.name).labels)
-    if not any(team.collect(len(columns[methods.own].data))):
+    if not any(team.collect(len(columns[methods.subject].data))):
         raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
     columns = {method: of_method.gather(team) for method, of_method in columns.items()}
     if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
@@ -232,21 +232,21 @@ def _decisions(
         likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
     ):
         return None
-    own = on_test[methods.own]
-    outlying = own.scores["ood score"] > limit
+    subject = on_test[methods.subject]
+    outlying = subject.scores["ood score"] > limit
     curves: dict[str, list[list[float]]] = {}
     answers: list[AnswerResult] = []
     if likelihood.classification:
         unscaled = [method for method in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if method in on_test]
         curves = {method: risk_curve(on_test[method].data) for method in unscaled}
-        answers = [_answers_at(fitted, rate, own.data, outlying) for rate in ERROR_RATES]
+        answers = [_answers_at(fitted, rate, subject.data, outlying) for rate in ERROR_RATES]
     return DecisionResult(
         false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
         alarms=float(outlying.double().mean()),
         curves=curves,
         answers=answers,
-        sets=set_result(own.data, COVERAGE, classes) if "set size" in own.data else None,
-        intervals=[interval_result(own.data, level) for level in methods.intervals],
+        sets=set_result(subject.data, COVERAGE, classes) if "set size" in subject.data else None,
+        intervals=[interval_result(subject.data, level) for level in methods.intervals],
     )
 
 

@@ -63,14 +63,14 @@ class EvaluatedMethods:
     """Calibrated intervals for regression, keyed by each coverage for which there are enough validation examples."""
 
     @property
-    def own(self) -> str:
+    def subject(self) -> str:
         """Name of the method that the posterior implements: LLLA for one network, and MoLA otherwise."""
         return LAPLACE if self.single is self.posterior else MIXTURE
 
     @property
     def names(self) -> list[str]:
         """Names of all methods, in the order of the report."""
-        return list(dict.fromkeys([*self.alone, LAPLACE, self.own]))
+        return list(dict.fromkeys([*self.alone, LAPLACE, self.subject]))
 
     def tuned(self, method: str) -> dict[str, Any]:
         """Return the values tuned for a method."""
@@ -83,7 +83,7 @@ class EvaluatedMethods:
                 return {"temperature": factor}
             noise = self.posterior.noise[0] * self.posterior.temperature * untuned_noise(self.posterior)[0].sqrt()
             return {"noise": (noise * factor).tolist()}
-        posterior = self.posterior if method == self.own else self.single
+        posterior = self.posterior if method == self.subject else self.single
         values: dict[str, Any] = {"prior_precision": list(posterior.prior_precision)}
         if not classification:
             values["noise"] = posterior.noise[0].tolist()
@@ -100,15 +100,15 @@ class EvaluatedMethods:
             where=where,
             ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
             positions=POSITIONS_KEPT,
-            first=columns[self.own].count,
+            first=columns[self.subject].count,
         )
         single, _, _ = flatten(single, labels)
         whole, labels, dense_rows = flatten(whole, labels)
         predictions = {method: self._without_laplace(method, whole) for method in self.alone}
-        for method, prediction in {**predictions, LAPLACE: single, self.own: whole}.items():
+        for method, prediction in {**predictions, LAPLACE: single, self.subject: whole}.items():
             sets = None
             intervals = None
-            if method == self.own:
+            if method == self.subject:
                 sets = None if self.sets is None else self.sets(prediction)
                 intervals = {level: calibrated(prediction) for level, calibrated in self.intervals.items()}
             scores = self._scores(prediction, laplace=method not in self.alone)
@@ -152,7 +152,7 @@ def tune_methods(
     single = _tune_single(fitted, held_out, exposed, team)
     alone, alone_notes = _scale_networks(posterior, held_out, team)
     methods = EvaluatedMethods(posterior, single, alone, *_guarantees(fitted))
-    tunings = {method: tuned.tuning for method, tuned in {LAPLACE: single, methods.own: posterior}.items()}
+    tunings = {method: tuned.tuning for method, tuned in {LAPLACE: single, methods.subject: posterior}.items()}
     tuning_notes = [f"{method}: {note}" for method, tuning in tunings.items() if tuning for note in tuning.notes]
     return methods, [*_notes_on_data(posterior, held_out), *tuning_notes, *alone_notes]
 

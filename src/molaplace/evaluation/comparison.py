@@ -219,7 +219,7 @@ class Comparison:
     """Decisions on the test data, if the posterior's folder contains validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """The nll (for regression, also rmse and crps) of every other method minus that of `own`, with standard errors."""
+    """The nll (for regression, also rmse and crps) of every other method minus that of `subject`, with standard errors."""
 
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
@@ -250,7 +250,7 @@ class Comparison:
         return {method: result.labelled[self.test.name] for method, result in self.methods.items()}
 
     @property
-    def own(self) -> str:
+    def subject(self) -> str:
         """Name of the last method: MoLA, or LLLA if there is only one network."""
         return list(self.methods)[-1]
 

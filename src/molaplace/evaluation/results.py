@@ -298,7 +298,7 @@ def compare(
         )
         for method, values in chosen.items()
     }
-    own = list(chosen)[-1]
+    subject = list(chosen)[-1]
     return Comparison(
         title=title,
         sets={info.name: info for info in sets},
@@ -307,7 +307,7 @@ def compare(
         leads={name: labelled_leads(columns[name]) for name in levels}
         | {name: outlier_leads(inliers, columns[name]) for name in outliers},
         pictures=dict(pictures),
-        regression="square" in inliers[own].data,
-        differences=differences(inliers, own),
+        regression="square" in inliers[subject].data,
+        differences=differences(inliers, subject),
         **entries,
     )

@@ -143,7 +143,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
         missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
         rows[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
     tables = [make_table("Decisions", caption, columns, rows)]
-    return tables if sets is None else [*tables, _set_table(comparison.own, sets)]
+    return tables if sets is None else [*tables, _set_table(comparison.subject, sets)]
 
 
 def _set_table(method: str, sets: SetResult) -> Table:
@@ -160,9 +160,9 @@ def _set_table(method: str, sets: SetResult) -> Table:
 def _class_table(comparison: Comparison) -> Table:
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
-    by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.own)}
-    baseline, own = by_method.values()
-    order = sorted(own, key=lambda name: (own[name]["accuracy"], -own[name]["count"]))
+    by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.subject)}
+    baseline, subject = by_method.values()
+    order = sorted(subject, key=lambda name: (subject[name]["accuracy"], -subject[name]["count"]))
     metrics = [metric for metric in CATALOGUE if any(metric in values for values in baseline.values())]
     columns = [Column(f"{unit}s", digits=0)]
     columns += [Column(method, CATALOGUE[metric].heading) for metric in metrics for method in by_method]
@@ -173,7 +173,7 @@ def _class_table(comparison: Comparison) -> Table:
             values = [classes[name].get(metric) for classes in by_method.values()]
             rows[name] += [None if value is None else CATALOGUE[metric].factor * value for value in values]
     singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
-    caption = f"The {plural} for which {comparison.own} has the lowest accuracy come first."
+    caption = f"The {plural} for which {comparison.subject} has the lowest accuracy come first."
     return make_table(f"{singular.capitalize()} by {singular}", caption, columns, rows)
 
 
@@ -185,7 +185,7 @@ COMPARED = {name: metric for name, metric in REGRESSION_METRICS.items() if metri
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
     test = comparison.test.name
-    own = comparison.own
+    subject = comparison.subject
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     coverages = columns_on(test, COVERAGE_METRICS, "covered, in %")
     widths = columns_on(test, WIDTH_METRICS, "mean width")
@@ -195,10 +195,12 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
         comparison_table(comparison, "Intervals", below, [*coverages, *widths], marked=False),
     ]
     if gaps := comparison.differences:
-        caption = f"Paired differences between each method and {own}. {own} is better if the difference is positive."
+        caption = (
+            f"Paired differences between each method and {subject}. {subject} is better if the difference is positive."
+        )
         heads = [Column(metric.heading, digits=metric.digits) for metric in COMPARED.values()]
         values = {method: [Estimate.of(*gap[metric]) for metric in COMPARED] for method, gap in gaps.items()}
-        tables.append(make_table(f"Compared with {own}", caption, heads, values))
+        tables.append(make_table(f"Compared with {subject}", caption, heads, values))
     return tables
 
 
@@ -208,7 +210,7 @@ OUTPUT_METRICS = {**COMPARED, COVERAGES[INTERVAL]: COVERAGE_METRICS[COVERAGES[IN
 
 def _output_table(comparison: Comparison) -> Table | None:
     # Return the results of the plain networks and of the posterior for each output, or None if there is only one output.
-    methods = list(dict.fromkeys((comparison.baseline, comparison.own)))
+    methods = list(dict.fromkeys((comparison.baseline, comparison.subject)))
     details = [comparison.on_test[method].regression for method in methods]
     results = [detail.outputs for detail in details if detail is not None]
     if len(results[0]) < 2:

@@ -117,8 +117,8 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
 
 def draw_predicted(comparison: Comparison) -> Figure:
     """Plot the posterior's predictions and 90 % intervals against the targets."""
-    examples = _details(comparison)[comparison.own].examples
-    colour = colours(comparison.methods)[comparison.own]
+    examples = _details(comparison)[comparison.subject].examples
+    colour = colours(comparison.methods)[comparison.subject]
     panels = []
     for output in list(examples)[:MOST_PANELS]:
         target, mean, lower, upper = np.array(examples[output], dtype=float).T
@@ -128,7 +128,9 @@ def draw_predicted(comparison: Comparison) -> Figure:
         lines = [
             Line(ends, ends, "", GUIDE),
             Line(np.repeat(target, 3), broken, "90 % interval", {"color": colour, "alpha": 0.35, "linewidth": 0.9}),
-            Line(target, mean, comparison.own, {"color": colour, "linestyle": "", "marker": ".", "markersize": 3.5}),
+            Line(
+                target, mean, comparison.subject, {"color": colour, "linestyle": "", "marker": ".", "markersize": 3.5}
+            ),
         ]
         panels.append(Panel(_output_title(comparison, output), lines, {"xlabel": "true", "ylabel": "predicted"}))
     return draw_panels(panels)

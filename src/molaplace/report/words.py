@@ -62,8 +62,8 @@ def _loss_sentence(comparison: Comparison) -> str:
     base = comparison.baseline
     rivals = [method for method in (base, f"{base}-T", f"{base}-N") if method in comparison.methods]
     verdicts = [_against(method, Estimate.of(*comparison.differences[method]["nll"])) for method in rivals]
-    value = comparison.on_test[comparison.own].metrics["nll"]
-    return f"The {loss} of {comparison.own}, {value:.4g}, is {' and '.join(verdicts)}."
+    value = comparison.on_test[comparison.subject].metrics["nll"]
+    return f"The {loss} of {comparison.subject}, {value:.4g}, is {' and '.join(verdicts)}."
 
 
 def _against(method: str, gap: Estimate) -> str:

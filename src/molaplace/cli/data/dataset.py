@@ -143,11 +143,11 @@ def read_batches(source: Dataset, team: Team, on_share: Callable[[float], None])
         yield rows
 
 
-def as_loader_batch(rows: InputBatch) -> Any:
+def as_loader_batch(batch: InputBatch) -> Any:
     """Return inputs and labels in the form that a loader yields: a tuple, or a mapping that contains the labels."""
-    if isinstance(rows.inputs, Mapping):
-        return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
-    return (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)
+    if isinstance(batch.inputs, Mapping):
+        return dict(batch.inputs) if batch.labels is None else {**batch.inputs, "labels": batch.labels}
+    return (batch.inputs,) if batch.labels is None else (batch.inputs, batch.labels)
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> InputBatch:
