@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -64,7 +65,7 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
         writer.finish()
 
 
-class Writer:
+class Writer(ABC):
     """Base class for writers that receive predictions in batches.
 
     Batches are held back until a batch that contains a usable input determines the columns.
@@ -85,11 +86,11 @@ class Writer:
                 self.write(waiting)
             self.waiting = []
 
+    @abstractmethod
     def write(self, batch: OutputBatch) -> None:
         """Write a row for each input in a batch."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  (a table is complete after its last row)
         """Complete the file."""
 
 

@@ -7,6 +7,7 @@ row for each input.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class InputBatch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(ABC):
     """A data set specified by the user."""
 
     name: str
@@ -55,9 +56,9 @@ class Dataset:
     has_pixels: bool = False
     """True if the inputs are images stored as bytes, which are divided by 255 and normalised."""
 
+    @abstractmethod
     def batches(self, first: int = 0, step: int = 1) -> Iterator[InputBatch]:
         """Yield the batches with indices `first`, `first + step`, ..., so that several processes can share a set."""
-        raise NotImplementedError
 
 
 @dataclass
