@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_ANY_FOLDER = {"__pycache__/", "*.partial"}
+IN_ANY_FOLDER = {"__pycache__/", "*.partial", "*.training"}
 """Patterns that may match in any folder."""
 
 
