@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import molaplace as mola
-from molaplace_lab.training import LabelledData, Recipe, train_mlps
+from molaplace.demo import LabelledData
+from molaplace_lab.training import Recipe, train_mlps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"

@@ -20,8 +20,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import molaplace as mola
 from molaplace.demo import two_moons
+from molaplace.perceptrons import mlp
 from molaplace.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
-from molaplace_lab.training import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1

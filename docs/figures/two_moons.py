@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.demo import two_moons
+from molaplace.demo import LabelledData, two_moons
 from molaplace.errors import MolaWarning
 from molaplace.metrics import mean_confidence, negative_log_likelihood
+from molaplace.perceptrons import mlp
 from molaplace.report.style import INK, Figure, as_png, canvas, colours, drawing
-from molaplace_lab.training import LabelledData, Recipe, mlp, train_ensemble
+from molaplace_lab.training import Recipe, member_seeds, train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150
@@ -76,13 +77,14 @@ def draw(wide: bool, maps: dict[str, np.ndarray], data: LabelledData) -> Figure:
 def main() -> None:
     """Train the networks, draw the figure and write the numbers."""
     torch.set_num_threads(1)
-    data, held_out = two_moons(POINTS, seed=0), two_moons(POINTS, seed=1)
+    data = two_moons(POINTS, seed=0)
+    held_out = two_moons(POINTS, seed=1)
     recipe = Recipe(epochs=EPOCHS, batch_size=POINTS // 2, learning_rate=1e-2)
-    networks = train_ensemble(build, data, recipe, members=NETWORKS, seed=0)
-    train, validation = data.batches(), held_out.batches()
+    networks = [train(build, data, recipe, seed=seed) for seed in member_seeds(NETWORKS, 0)]
+    validation = held_out.batches()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MolaWarning)  # the toy problem has few validation examples
-        posterior = mola.fit(networks, train, progress=False)
+        posterior = mola.fit(networks, data.batches(), progress=False)
         predictors = {
             "MAP": mola.ensemble(networks[0]),
             "DE": mola.ensemble(networks),
@@ -91,19 +93,24 @@ def main() -> None:
         }
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float32)
     plane = torch.cartesian_prod(axis, axis).flip(1)
-    maps = {name: one(plane).double().max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
+    maps = {
+        name: predictor(plane).double().max(1).values.reshape(SIZE, SIZE).numpy()
+        for name, predictor in predictors.items()
+    }
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
         for wide, ending in ((True, ""), (False, "-narrow")):
             (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(wide, maps, data)))
-    said = {name: one(held_out.inputs) for name, one in predictors.items()}
+    predictions = {name: predictor(held_out.inputs) for name, predictor in predictors.items()}
     cooled = predictors["MoLA (calibrated)"]
     numbers = {
         "points": POINTS,
         "far": FAR,
         "mean_far_confidence": {name: float(values[far].mean()) for name, values in maps.items()},
-        "mean_validation_confidence": {name: mean_confidence(probs) for name, probs in said.items()},
-        "validation_nll": {name: negative_log_likelihood(probs, held_out.labels) for name, probs in said.items()},
+        "mean_validation_confidence": {name: mean_confidence(probs) for name, probs in predictions.items()},
+        "validation_nll": {
+            name: negative_log_likelihood(probs, held_out.labels) for name, probs in predictions.items()
+        },
         "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("MoLA", "MoLA (calibrated)")},
         "temperature": cooled.temperature,
         "distance_exponent": cooled.distance_exponent,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from molaplace.demo import LabelledData
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder
@@ -26,7 +27,7 @@ from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network
 from molaplace_lab.checksums import data_checksum, network_checksum
 from molaplace_lab.suite import DataOptions, Suite
-from molaplace_lab.training import LabelledData, Recipe, TrainingCheckpoint, member_seeds, train
+from molaplace_lab.training import Recipe, TrainingCheckpoint, member_seeds, train
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import molaplace as mola
+from molaplace.demo import LabelledData
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError, StorageError, warn
 from molaplace.evaluation import (
@@ -38,7 +39,6 @@ from molaplace_lab.methods import Method
 from molaplace_lab.record import Record
 from molaplace_lab.store import SUITE, Store
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData
-from molaplace_lab.training import LabelledData
 
 PROTOCOL = 1
 """Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""

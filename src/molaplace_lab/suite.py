@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from molaplace.demo import LabelledData
 from molaplace.errors import OptionError
 from molaplace.evaluation import Role
 from molaplace.images import NORMALISATIONS, Images
@@ -16,7 +17,7 @@ from molaplace.imported import import_builder
 from molaplace.options import one_of
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
-from molaplace_lab.training import LabelledData, Loader, Recipe, Shuffled
+from molaplace_lab.training import Loader, Recipe, Shuffled
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from molaplace.demo import LabelledData
 from molaplace.saving.weights import load_weights, read_metadata, read_state
+from molaplace_lab import adapters
+from molaplace_lab.adapters import ShuffledByLength, adapted_encoder, token_ids
 from molaplace_lab.commands import app
 from molaplace_lab.networks import Training, find_networks, train_networks
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.clinc import CLINC_LORA
-from molaplace_lab.training import LabelledData, ShuffledByLength, adapted_encoder, adapters, token_ids
 from tests.closeness import assert_close
 from tests.lab.test_clinc import WORDS, write_requests
 

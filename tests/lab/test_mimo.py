@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import molaplace as mola
+from molaplace.demo import LabelledData
 from molaplace.errors import MolaWarning, OptionError, StorageError
 from molaplace.rules import Threshold
 from molaplace_lab.mimo import Mimo, member_rows, train_mimo
-from molaplace_lab.training import LabelledData, Shuffled
+from molaplace_lab.training import Shuffled
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 

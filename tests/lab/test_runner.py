@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 import molaplace as mola
 from molaplace import metrics
+from molaplace.demo import LabelledData
 from molaplace.images import Images, normalisation
+from molaplace.perceptrons import mlp
 from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.methods import LastLayerMethod
@@ -23,7 +25,7 @@ from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions, Suite, TrainingData
 from molaplace_lab.suites.image_sources import image_source
-from molaplace_lab.training import LabelledData, Recipe, mlp
+from molaplace_lab.training import Recipe
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 

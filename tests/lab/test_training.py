@@ -8,20 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.demo import two_moons
+from molaplace.demo import LabelledData, two_moons
 from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.perceptrons import mlp
 from molaplace_lab.mimo import Mimo, train_mimo
 from molaplace_lab.swag import fit_moments, fit_swag
-from molaplace_lab.training import (
-    LabelledData,
-    Recipe,
-    Shuffled,
-    TrainingCheckpoint,
-    mlp,
-    train,
-    train_ensemble,
-    train_mlps,
-)
+from molaplace_lab.training import Recipe, Shuffled, TrainingCheckpoint, member_seeds, train, train_mlps
 
 DATA = two_moons(40)
 
@@ -42,13 +34,9 @@ def test_it_learns_the_moons():
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
 
 
-def test_ensembles_of_neighbouring_seeds_share_no_member():
-    members = [
-        tuple(_weights(network).tolist())
-        for seed in (0, 1)
-        for network in train_ensemble(_build, DATA, Recipe(epochs=1), members=3, seed=seed)
-    ]
-    assert len(set(members)) == 6
+def test_ensembles_of_neighbouring_seeds_share_no_member_and_larger_ensembles_begin_with_smaller_ones():
+    assert len({*member_seeds(3, 0), *member_seeds(3, 1)}) == 6
+    assert member_seeds(5, 0)[:3] == member_seeds(3, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +161,5 @@ def test_side_by_side_perceptrons_are_those_of_the_loop(optimiser):
     recipe = Recipe(epochs=3, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
     data = LabelledData(DATA.inputs.double(), DATA.labels)
     together = train_mlps(2, (16,), 2, data, recipe, members=2, seed=3)
-    for one, other in zip(together, train_ensemble(_build, data, recipe, members=2, seed=3), strict=True):
-        torch.testing.assert_close(_weights(one), _weights(other))
+    for network, seed in zip(together, member_seeds(2, 3), strict=True):
+        torch.testing.assert_close(_weights(network), _weights(train(_build, data, recipe, seed=seed)))

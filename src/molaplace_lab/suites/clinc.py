@@ -13,9 +13,12 @@ from functools import cache, partial
 import torch
 from torch import nn
 
+from molaplace.demo import LabelledData
 from molaplace.errors import OptionError
 from molaplace.evaluation import Role
 from molaplace.images import even_indices
+from molaplace.perceptrons import mlp
+from molaplace_lab.adapters import ShuffledByLength, adapted_encoder, package_versions, token_ids
 from molaplace_lab.checksums import checksum
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from molaplace_lab.measures import Measure, rejection
@@ -29,15 +32,7 @@ from molaplace_lab.suite import (
     SwagBudget,
     TrainingData,
 )
-from molaplace_lab.training import (
-    LabelledData,
-    Recipe,
-    ShuffledByLength,
-    adapted_encoder,
-    mlp,
-    package_versions,
-    token_ids,
-)
+from molaplace_lab.training import Recipe
 
 BATCH = 256
 INTENTS = 150

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from molaplace.demo import LabelledData
 from molaplace.errors import DataError, warn
 from molaplace.evaluation import Role
 from molaplace.images import Images, normalisation
@@ -17,7 +18,7 @@ from molaplace_lab.checksums import checksum, data_checksum
 from molaplace_lab.data.catalogue import DATASETS, has_images, load_images
 from molaplace_lab.data.transforms import ANGLES, flip_and_crop, rotate
 from molaplace_lab.suite import Batches, DataOptions, Source, TrainingData
-from molaplace_lab.training import LabelledData, Recipe
+from molaplace_lab.training import Recipe
 
 Change = Callable[[Images], Images]
 

