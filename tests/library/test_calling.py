@@ -48,7 +48,7 @@ def dropping(seed):
     network = nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.9), nn.Linear(8, 3))
     )
-    network[1].eval()  # a frozen layer
+    network[1].train(seed != 0)  # frozen in the first network
     return network.double()
 
 
@@ -57,12 +57,16 @@ def training_flags(network):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_threads_predict_without_dropout_and_leave_the_mode_as_it_was(compiled):
+def test_threads_predict_as_one_does_and_leave_the_networks_as_they_were(compiled):
+    """Without dropout and by the stored statistics, also beside calls that fail inside a network, and with networks in two posteriors."""
     networks = [dropping(0), dropping(1)]
     networks[1][3] = networks[0][3]  # part of both
     flags = [training_flags(network) for network in networks]
+    checksums = [state_checksum(network) for network in networks]  # of the statistics too
     passed = [torch.compile(networks[0], backend="eager"), networks[1]] if compiled else networks
     posterior = mola.fit(passed, [(X, Y)])
+    predictors = [posterior, mola.fit(passed[1], [(X, Y)], link="mc"), mola.ensemble(passed)]
+    alone = [predictor(X) for predictor in predictors]
     expected = posterior.predict(X)
     prediction = posterior.predict(X)
     assert [training_flags(network) for network in networks] == flags
@@ -71,18 +75,22 @@ def test_threads_predict_without_dropout_and_leave_the_mode_as_it_was(compiled):
         if seed % 5 == 0:
             with pytest.raises(DataError):
                 posterior.predict(torch.full_like(X, torch.nan))
+        if seed % 7 == 0:
+            with pytest.raises(DataError, match="failed on inputs"):
+                posterior(X[:, :3])
         time.sleep(random.Random(seed).random() / 1000)
         is_same = torch.equal(prediction.mutual_information, expected.mutual_information)  # computed when it is read
-        return is_same and torch.equal(posterior(X), expected.probs)
+        return is_same and torch.equal(predictors[seed % 3](X), alone[seed % 3])
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(6) as pool:
+        with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(predict, range(300)))
     finally:
         sys.setswitchinterval(switch)
     assert [training_flags(network) for network in networks] == flags
+    assert [state_checksum(network) for network in networks] == checksums
 
 
 # --- batches and loaders ------------------------------------------------------------------------------------------------
