@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, OptionError, importing
+from molaplace.numerics import as_tensor
 from molaplace.options import one_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class ImageFolder:
 
     def part(self, indices: Tensor | Sequence[int]) -> ImageFolder:
         """Return the images with the given indices, in the given order."""
-        rows = torch.as_tensor(indices).long()
+        rows = as_tensor(indices).long()
         return replace(self, paths=tuple(self.paths[index] for index in rows.tolist()), labels=self.labels[rows])
 
     def evenly(self, count: int | None) -> ImageFolder:
@@ -217,7 +218,7 @@ def open_folder(
         listed = [(path, 0) for path in image_files(root)]
     if not listed:
         raise DataError(f"{root} contains no images. Expected files whose names end in {', '.join(sorted(ENDINGS))}.")
-    labels = torch.tensor([label for _, label in listed])
+    labels = torch.tensor([label for _, label in listed], device="cpu")
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
 
@@ -261,7 +262,7 @@ class Images:
     def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
         """Return the images with the given indices, in the given order."""
         if not isinstance(indices, slice | Tensor):
-            indices = torch.tensor(indices, dtype=torch.int64)
+            indices = torch.tensor(indices, dtype=torch.int64, device="cpu")
         return Images(self.pixels[indices], self.labels[indices])
 
     def evenly(self, count: int | None) -> Images:
@@ -272,7 +273,7 @@ class Images:
 def even_indices(total: int, count: int) -> Tensor:
     """Return `count` of `total` indices, evenly spaced from the first to the last."""
     # Use integers, so that the choice does not depend on the default floating-point type.
-    return torch.arange(count) * (total - 1) // max(count - 1, 1)
+    return torch.arange(count, device="cpu") * (total - 1) // max(count - 1, 1)
 
 
 @dataclass(frozen=True)

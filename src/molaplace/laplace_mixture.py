@@ -568,7 +568,7 @@ class LaplaceMixture(Predictor):
         check_generator(generator)
         layers = [component.require_layer("sampling weights") for component in self.components]
         choice = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        weights: list[Tensor] = [torch.empty(0)] * count
+        weights: list[Tensor] = [torch.empty(0, device="cpu")] * count
         for index, (layer, precision) in enumerate(zip(layers, self.prior_precision, strict=True)):
             draws_of_layer = (choice == index).nonzero().flatten().tolist()
             if draws_of_layer:

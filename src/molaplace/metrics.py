@@ -135,7 +135,7 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
     """Return the lowest possible AURC of `count` predictions with `wrong` errors, obtained by rejecting all errors first."""
-    accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
+    accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64, device="cpu")
     return float((1 - (count - wrong) / accepted).sum() / count)
 
 
@@ -180,7 +180,7 @@ def _by_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor],
         )
     by_label = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
     values = [measure(scores[truth == 0], scores[truth == 1]) for scores, truth in by_label]
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:

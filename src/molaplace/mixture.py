@@ -135,7 +135,7 @@ def as_probabilities(output: Any, likelihood: Likelihood, place: str) -> Tensor:
     remedy = "If the network returns logits, pass it to mola.ensemble or mola.fit."
     try:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.
-        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
+        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"expected probabilities (n, C), got {type(output).__name__}.", place=place) from error
     if probs.dim() != 2 or not probs.is_floating_point():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,11 @@ sequence is slow to set up."""
 def float64_device(device: torch.device) -> torch.device:
     """Return the device for float64 computations: the given device, or the CPU if the device does not support float64."""
     return torch.device("cpu") if device.type == "mps" else device
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor unchanged, and convert anything else to a tensor on the CPU, whatever torch's default device is."""
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
 
 
 def to_float64(tensor: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def train_mlps(
     if not len(inputs):
         raise DataError("expected at least one row of training data, got none.")
     # Member seeds are drawn at random, so that ensembles with consecutive seeds share no members.
-    seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
+    seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     networks = []
     orders = []
     with torch.random.fork_rng(devices=[]):
@@ -103,7 +103,7 @@ def train_mlps(
     steps = epochs * math.ceil(len(inputs) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepper, steps)
     for epoch in range(1, epochs + 1):
-        shuffled = torch.stack([torch.randperm(len(inputs), generator=order) for order in orders])
+        shuffled = torch.stack([torch.randperm(len(inputs), generator=order, device="cpu") for order in orders])
         for rows in torch.split(shuffled, batch_size, dim=1):
             stepper.zero_grad()
             values = inputs[rows]

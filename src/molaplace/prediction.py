@@ -25,7 +25,7 @@ from molaplace.likelihoods import (
     RegressionLikelihood,
     RegressionPredictive,
 )
-from molaplace.numerics import to_float64
+from molaplace.numerics import as_tensor, to_float64
 from molaplace.options import check_share, counted
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
@@ -413,7 +413,7 @@ class RegressionPrediction(_Fields):
     def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
         # Return the targets in float64 with the outputs along the last axis.
         try:
-            tensor = torch.as_tensor(targets)
+            tensor = as_tensor(targets)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"expected targets as a tensor or array, got {type(targets).__name__}.") from error
         if tensor.is_complex():

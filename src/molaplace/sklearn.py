@@ -94,19 +94,20 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         targets = torch.from_numpy(labels)
 
         def fit_posterior(rows: Any) -> MoLA:
-            networks = train_mlps(
-                inputs[rows],
-                targets[rows],
-                outputs,
-                loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
-                hidden=[int(width) for width in hidden],
-                members=self.members,
-                seed=seed,
-                epochs=self.epochs,
-                batch_size=batch_size,
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-            )
+            with torch.device("cpu"):  # layers and optimisers are made on torch's default device
+                networks = train_mlps(
+                    inputs[rows],
+                    targets[rows],
+                    outputs,
+                    loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
+                    hidden=[int(width) for width in hidden],
+                    members=self.members,
+                    seed=seed,
+                    epochs=self.epochs,
+                    batch_size=batch_size,
+                    learning_rate=self.learning_rate,
+                    weight_decay=self.weight_decay,
+                )
             return fit(
                 networks,
                 batches(rows),

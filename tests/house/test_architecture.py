@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
 import molaplace as mola
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,3 +110,26 @@ def test_no_pickle():
         name = path.relative_to(PACKAGE).as_posix()
         assert list(unsafe_loads(text)) == TRUSTED.get(name, []), name
         assert not re.search(r"^\s*(import|from) pickle", text, re.M)
+
+
+def factory_calls_without_a_device(source):
+    """Calls such as `torch.zeros(3)`, whose tensor would be on torch's default device, which the user may have changed."""
+    factories = {function.__name__ for function in _device_constructors()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in factories}:
+            on_device = any(word.arg in ("device", None) for word in node.keywords)
+            if not on_device:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            # The check above would miss them without their module.
+            yield from (f"from torch import {alias.name}" for alias in node.names if alias.name in factories)
+
+
+def test_no_tensor_is_made_on_the_default_device():
+    for path in FILES:
+        assert list(factory_calls_without_a_device(path.read_text())) == [], path.relative_to(PACKAGE).as_posix()
+
+
+def test_factories_without_a_device_are_noticed():
+    source = "torch.zeros(2)\ntorch.as_tensor(x)\ntorch.rand(2, device='cpu')\nx.new_zeros(2)\ntorch.zeros_like(x)\n"
+    assert list(factory_calls_without_a_device(source)) == ["torch.zeros(2)", "torch.as_tensor(x)"]

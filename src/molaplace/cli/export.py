@@ -72,7 +72,7 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
                 "--pixels: expected networks whose input is one tensor of images (batch, channels, height, width)."
             )
         settings["preparation"] = Pixels(fitted.preprocessing.mean, fitted.preprocessing.std)
-        example = torch.zeros(example.shape, dtype=torch.uint8)
+        example = torch.zeros(example.shape, dtype=torch.uint8, device="cpu")
     written = []
     if options.onnx is not None:
         written.append(mola.export.onnx(fitted.posterior, options.onnx, example, **settings))

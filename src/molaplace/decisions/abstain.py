@@ -46,6 +46,7 @@ from torch import Tensor
 from molaplace.decisions.calibration import Calibration, probs_of
 from molaplace.decisions.ranks import ROUNDING, as_numbers
 from molaplace.errors import DataError, OptionError
+from molaplace.numerics import as_tensor
 from molaplace.options import check_share, counted
 from molaplace.prediction import Prediction
 
@@ -93,7 +94,7 @@ class AnswerThreshold(float):
             raise OptionError(
                 "this threshold was chosen for your own scores. Call it with scores of shape (n,), not with a Prediction."
             )
-        values = torch.as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
+        values = as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
         if values.ndim == 2 and self.score == "confidence":  # probabilities from any library
             values = probs_of(values).amax(1)
         return values.double() > float(self)  # in float64, as when the threshold was chosen
@@ -204,7 +205,7 @@ def _walk(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> tup
     if not starts:
         return None
     ordered, order = scores.sort(descending=True, stable=True)
-    errors = torch.cat([torch.zeros(1, dtype=torch.int64), errors_mask[order].long().cumsum(0)]).tolist()
+    errors = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), errors_mask[order].long().cumsum(0)]).tolist()
     values = [*ordered.tolist(), -math.inf]
     # Number of answers above each threshold, i.e. the number of scores that precede the first score equal to the threshold.
     answer_counts = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]

@@ -47,7 +47,7 @@ def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
     """
     ordered, order = probs.sort(dim=1, descending=True, stable=True)
     above = ordered.cumsum(1) - ordered
-    ranks = torch.arange(1, probs.shape[1] + 1).expand_as(order)
+    ranks = torch.arange(1, probs.shape[1] + 1, device=probs.device).expand_as(order)
     return torch.empty_like(above).scatter_(1, order, above), torch.empty_like(order).scatter_(1, order, ranks)
 
 

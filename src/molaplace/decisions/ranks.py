@@ -39,7 +39,7 @@ def data_needed(rate: float) -> int:
 def conformal_quantiles(scores: Tensor, rate: float) -> Tensor:
     """Return the k-th smallest of the scores (n, ...) along the first axis, or infinity if there are too few scores."""
     rank = conformal_rank(len(scores), rate)
-    infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64)
+    infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64, device="cpu")
     return infinite if rank > len(scores) else scores.sort(0).values[rank - 1]
 
 

@@ -82,7 +82,11 @@ class PredictionSets:
         if probs.shape[1] != self.classes:
             raise DataError(f"expected probabilities for {self.classes} classes; got {probs.shape[1]} classes.")
         above, rank = ranked(probs)
-        draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
+        draws = (
+            torch.rand(len(probs), 1, dtype=torch.float64, generator=generator, device="cpu")
+            if self.randomised
+            else None
+        )
         included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= self.threshold
         if self.at_least_one:
             included |= (rank == 1) & ~included.any(1, keepdim=True)
@@ -143,7 +147,7 @@ def prediction_sets(
     if method != "raps":
         penalty = 0.0
         free = 0
-    draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
+    draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator, device="cpu") if randomised else None
     columns = calibration.true_probability, calibration.mass_above, calibration.true_rank
     scores = _scores(method, *columns, draws, penalty, free)
     if by == "class":

@@ -74,7 +74,7 @@ def load_digits(seed: int = 0) -> Digits:
     pixels, target = _sklearn("the handwritten digits").load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(target).long()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed), device="cpu")
     return Digits(*(LabelledData(inputs[rows], labels[rows]) for rows in order.tensor_split([1000, 1297])))
 
 
@@ -115,7 +115,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> LabelledData:
     `noise` is the standard deviation of the Gaussian noise that is added to each coordinate.
     """
     points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
-    centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
+    centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32, device="cpu")
     return LabelledData(centred, torch.from_numpy(labels).long())
 
 
@@ -124,11 +124,11 @@ def natural_patches(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
     datasets = _sklearn("natural-image patches")
     with importing("natural-image patches", "pillow", "cli"):  # scikit-learn imports Pillow only to load photographs
         photographs = datasets.load_sample_images().images
-    grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
+    grey = [torch.tensor(photograph, dtype=torch.float32, device="cpu").mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)
 
     def below(limit: int) -> int:
-        return int(torch.randint(limit, (), generator=generator))
+        return int(torch.randint(limit, (), generator=generator, device="cpu"))
 
     patches: list[Tensor] = []
     while len(patches) < count:
@@ -147,7 +147,7 @@ def natural_patches(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
 def uniform_noise(count: int, side: int = SIDE, *, seed: int = 0) -> Tensor:
     """Draw float32 images (count, 1, side, side) whose pixels are independent and uniformly distributed between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)
+    return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:

@@ -201,9 +201,9 @@ def _classification_columns(
     if columns["confidence"].dim() == 2:  # one row for each known label
         known = torch.ones_like(probs, dtype=torch.bool) if truth is None else ~truth.isnan()
         count, outputs = probs.shape
-        columns |= {"yes": probs, "output": torch.arange(outputs).expand_as(known)}
+        columns |= {"yes": probs, "output": torch.arange(outputs, device="cpu").expand_as(known)}
         if outputs > 1 or dense:
-            columns[INPUT] = torch.arange(count)[:, None].expand_as(known)
+            columns[INPUT] = torch.arange(count, device="cpu")[:, None].expand_as(known)
         columns = {name: column[known] for name, column in columns.items()}
     # The losses come from the probabilities as they are, because the smallest probability depends on their data type.
     if truth is not None:
@@ -252,7 +252,7 @@ def _regression_columns(
         for output in range(width)
     ]
     outputs = {
-        "output": torch.arange(width).expand(len(targets), width),
+        "output": torch.arange(width, device="cpu").expand(len(targets), width),
         "target": targets,
         "mean": mean,
         "std": std,
@@ -286,7 +286,7 @@ def outlier_scores(
         "entropy": distribution.per_datum(distribution.entropy()),
     }
     if logits is not None:
-        shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights
+        shares = torch.full((len(logits),), 1 / len(logits), device="cpu") if weights is None else weights
         for name, score in (("energy", likelihood.energy), ("maximum logit", max_logit_score)):
             scores[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
     return scores if ood_score is None else {**scores, "ood score": ood_score.double()}
@@ -337,7 +337,7 @@ def flatten_positions(
     if outputs.dim() == 2:
         return prediction, labels, None
     layout = Layout.of(outputs, prediction.axis)
-    known = torch.ones(layout.inputs * layout.count, dtype=torch.bool)
+    known = torch.ones(layout.inputs * layout.count, dtype=torch.bool, device="cpu")
     if labels is not None:
         labels = layout.labels(labels.cpu(), outputs.shape[prediction.axis], where)
         known = (labels != ignore_index) & ~labels.isnan()

@@ -130,14 +130,14 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     """
     _, inverse, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
-    accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
+    accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype, device=risk.device)
 
     def from_here(values: Tensor) -> Tensor:  # sum of each value and all later ones
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
     # Average each curve over data with equal uncertainty.
-    order = torch.arange(len(counts)).repeat_interleave(counts)
+    order = torch.arange(len(counts), device=risk.device).repeat_interleave(counts)
     means = curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts
     risk_at, share, weighted = means[:, inverse]
     return Measurement(float(risk.mean()), (risk_at + (1 - correct) * share - weighted,), (groups,))

@@ -24,6 +24,7 @@ from molaplace.evaluation.estimates import Estimate, Measurement, measured, sepa
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating
+from molaplace.numerics import as_tensor
 from molaplace.options import whole_number
 from molaplace.prediction import Prediction
 from molaplace.predictor import Predictor
@@ -180,7 +181,7 @@ class _Callable(Mixture):
         prediction = prediction_of(probs[None], self.weights, self.likelihood)
         if "ood_score" not in outputs:
             return prediction
-        fields: dict[str, Any] = {"probs": prediction.probs, "ood_score": torch.as_tensor(outputs["ood_score"])}
+        fields: dict[str, Any] = {"probs": prediction.probs, "ood_score": as_tensor(outputs["ood_score"])}
         return Prediction(fields, likelihood=self.likelihood)
 
 

@@ -170,7 +170,7 @@ def _histogram(data: Columns) -> list[int]:
 def risk_curve(data: Columns) -> list[list[float]]:
     """Return at most `CURVE_POINTS` pairs of coverage and error rate, in order of increasing coverage."""
     coverage, risk = metrics.risk_coverage_curve(1 - data["confidence"], data["correct"])
-    indices = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
+    indices = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1, device="cpu")[1:].round().long() - 1
     return torch.stack([coverage[indices], risk[indices]], dim=1).tolist()
 
 
@@ -223,7 +223,7 @@ def _regression_detail(columns: PredictionColumns, names: Sequence[str]) -> Regr
 def _targets(output: Columns) -> list[list[float]]:
     # For each example, return the target, the mean, and both ends of the 90 % interval.
     count = len(output)
-    rows = torch.linspace(0, count - 1, min(count, MOST_TARGETS), dtype=torch.float64).round().long()
+    rows = torch.linspace(0, count - 1, min(count, MOST_TARGETS), dtype=torch.float64, device="cpu").round().long()
     return torch.stack([output[name][rows] for name in ("target", "mean", "lower", "upper")], 1).tolist()
 
 

@@ -111,8 +111,8 @@ class BatchPredictor:
         threshold = model.threshold if self.ood_threshold is None else self.ood_threshold
         parts = [model.predict(part) for part in torch.split(torch.from_numpy(rows), self.batch_size) if len(part)]
         if not parts:
-            empty = {name: torch.empty(0) for name in ("label", *model.fields)}
-            parts = [empty | {"probs": torch.empty(0, len(classes))}]
+            empty = {name: torch.empty(0, device="cpu") for name in ("label", *model.fields)}
+            parts = [empty | {"probs": torch.empty(0, len(classes), device="cpu")}]
         fields = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
         columns: dict[str, NDArray[Any]] = {"label": fields["label"].astype(np.int64)}
         if classes:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
@@ -14,6 +13,7 @@ from molaplace.images import Normalisation
 from molaplace.laplace_mixture import NO_DISTANCES
 from molaplace.network import Inputs
 from molaplace.network.calling import LABELS, signature_of
+from molaplace.numerics import as_tensor
 from molaplace.options import did_you_mean
 from molaplace.posterior import MoLA
 
@@ -76,7 +76,7 @@ class Signature:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
                 values = [inputs[name] for name in self.names]
-            return [torch.as_tensor(value) for value, _ in zip(values, self.names, strict=True)]
+            return [as_tensor(value) for value, _ in zip(values, self.names, strict=True)]
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             expected = "one tensor" if self.kind == "tensor" else f"a {self.kind} of tensors"
             raise DataError(

@@ -84,7 +84,7 @@ class Captured:
                 return values[index]
             if index == EVERY:
                 return values.flatten(0, 1)
-            index = torch.arange(*index.indices(self.layout.num_rows))
+            index = torch.arange(*index.indices(self.layout.num_rows), device=values.device)
         index = index.to(values.device)
         # Flattening first would copy whole feature maps.
         return values[index // self.layout.count, index % self.layout.count] if self.layout.sizes else values[index]

@@ -45,7 +45,9 @@ class Resized(nn.Module):
         if not 0 < crop <= 1:
             raise OptionError(f"must be above 0 and at most 1, got {crop!r}.", argument="crop")
         one_of(interpolation, ("bilinear", "bicubic"), "interpolation")
-        means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+        means, stds = (
+            torch.as_tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1) for values in (mean, std)
+        )
         if not bool((stds > 0).all()):
             raise OptionError(f"must be above 0 in every channel, got {std}.", argument="std")
         self.network: nn.Module = network

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from molaplace.errors import StorageError
+from molaplace.numerics import as_tensor
 from molaplace.options import whole_number
 from molaplace.saving.files import DOCUMENT, read_folder, write_folder
 from molaplace.saving.schema import Optional
@@ -168,7 +169,7 @@ def batch_checksum(so_far: str, batch: Any) -> str:
     digest = hashlib.sha256(so_far.encode())
     for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         with suppress(TypeError, ValueError, RuntimeError):  # skip parts, such as text, that cannot become tensors
-            values = torch.as_tensor(part).detach()
+            values = as_tensor(part).detach()
             bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
             digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
             digest.update(

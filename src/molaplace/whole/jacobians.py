@@ -30,7 +30,7 @@ Directions: TypeAlias = "Callable[[Tensor], Tensor]"
 
 def each_logit(logits: Tensor) -> Tensor:
     """Return one direction for each logit, of shape (n, C, C)."""
-    return torch.eye(logits.shape[1]).to(logits).expand(len(logits), -1, -1)
+    return torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device).expand(len(logits), -1, -1)
 
 
 def curvature_roots(logits: Tensor) -> Tensor:

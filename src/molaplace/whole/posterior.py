@@ -70,7 +70,7 @@ class Jacobians:
         network = self.component.network
         start, stop, _ = part.indices(len(self.outputs))
         first = 0
-        chunks = [torch.zeros(0, layer.structure.outputs, layer.structure.layout.size).to(layer.weights)]
+        chunks = [torch.zeros(0, layer.structure.outputs, layer.structure.layout.size, device="cpu").to(layer.weights)]
         with evaluating(network), torch.no_grad():
             for inputs, count in self.batches:
                 some = slice(max(start - first, 0), min(stop - first, count))

@@ -171,7 +171,7 @@ class WholeCurvature(Curvature):
         basis = contrasts(self.outputs).to(self.values)
         covariance = basis.T @ self.covariance(phi, precision, centred=True) @ basis
         scale = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(covariance.dtype).tiny)
-        jitter = JITTER * torch.eye(self.noise_size).to(covariance)
+        jitter = JITTER * torch.eye(self.noise_size, dtype=covariance.dtype, device=covariance.device)
         root = torch.linalg.cholesky(covariance / scale + jitter) * scale.sqrt()
         return (noise @ root.mT) @ basis.T
 

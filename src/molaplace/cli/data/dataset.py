@@ -162,7 +162,7 @@ def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dty
                 errors[index] = (
                     f"contains {count} {'value that is' if count == 1 else 'values that are'} NaN or infinite"
                 )
-    usable = torch.tensor([error is None for error in errors])
+    usable = torch.tensor([error is None for error in errors], device="cpu")
     if not bool(usable.any()):
         return InputBatch(list(names), errors, None, None)
 

@@ -69,7 +69,7 @@ class ImageDataset(Dataset):
         if not images:
             return InputBatch(names, errors, None, None)
         inputs = self.preprocessing.normalise(torch.stack(images)).to(self.preprocessing.torch_dtype)
-        usable = torch.tensor([error is None for error in errors])
+        usable = torch.tensor([error is None for error in errors], device="cpu")
         return InputBatch(
             names, errors, inputs, None if self.labels is None else self.labels[start : start + len(decoded)][usable]
         )
@@ -168,7 +168,7 @@ def open_image_csv(
         raise DataError(
             f"{path}: {error}. Labels must be numbers; leave a cell empty if its label is missing."
         ) from error
-    labels = torch.tensor(numbers, dtype=torch.float64)
+    labels = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     incomplete = labels.isnan().any(1) & (not likelihood.classification)
     errors = tuple("has no target" if without_target else None for without_target in incomplete.tolist())
     return replace(images, labels=labels, classes=tuple(columns), errors=errors)
@@ -190,7 +190,7 @@ def _with_class_labels(
     numbers = {name: index for index, name in enumerate(order or ())}
     if indexed:
         numbers = {text: int(text) for text in texts if text}
-    labels = torch.tensor([numbers.get(text, 0) for text in texts])
+    labels = torch.tensor([numbers.get(text, 0) for text in texts], device="cpu")
     errors = tuple(None if text in numbers else f"has the unknown label {text!r}" for text in texts)
     return replace(images, labels=labels, classes=order, errors=errors)
 

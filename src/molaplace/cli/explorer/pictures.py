@@ -134,7 +134,7 @@ class Sight:
     def images(self, inputs: Tensor) -> list[Image.Image]:
         """Convert network inputs to pictures; raise `DataError` unless the inputs are normalised pixels."""
         mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, 1, 1)
             for values in (self.preprocessing.mean, self.preprocessing.std)
         )
         values = inputs.double().cpu() * std + mean

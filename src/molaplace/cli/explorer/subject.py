@@ -64,9 +64,9 @@ class Subject:
 def ood_examples(sight: Sight) -> list[Example]:
     """Return pictures that belong to no class: noise, a checkerboard and a photograph."""
     channels, height, width = sight.shape
-    noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(torch.uint8)
     side = max(1, min(height, width) // 4)
-    checks = (torch.arange(height)[:, None] // side + torch.arange(width) // side) % 2 * 255
+    checks = (torch.arange(height, device="cpu")[:, None] // side + torch.arange(width, device="cpu") // side) % 2 * 255
     return [
         ("noise", to_image(noise)),
         ("checks", to_image(checks.to(torch.uint8).expand(channels, -1, -1))),
