@@ -18,7 +18,7 @@ from molaplace.cli.decisions import alarm, make_decisions
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.networks_alone import networks_alone, noise_factors
+from molaplace.cli.methods import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
 from molaplace.report.words import evaluation_findings
 from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run

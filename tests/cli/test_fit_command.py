@@ -43,8 +43,8 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(workspace, fitted,
     document = run_fit(job_for(workspace, train=form, val=val), tmp_path / "posterior")
     assert_close(document["result"]["prior_precision"], fitted.posterior.prior_precision)
     assert_close(
-        document["result"]["validation"]["posterior"],
-        fitted.document["result"]["validation"]["posterior"],
+        document["result"]["validation"]["metrics"],
+        fitted.document["result"]["validation"]["metrics"],
         "difference",
     )
     assert document["result"]["inputs"] == fitted.document["result"]["inputs"]
@@ -201,7 +201,7 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(workspace,
     with pytest.raises(DataError, match=r"a different order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
     result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
-    assert result["result"]["validation"]["networks"]["accuracy"] > 0.8
+    assert result["result"]["validation"]["metrics"]["accuracy"] > 0.8
 
 
 def test_the_number_of_classes_must_be_the_networks(workspace, tmp_path):

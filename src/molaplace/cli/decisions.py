@@ -21,7 +21,6 @@ from torch import Tensor
 
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import NAME
-from molaplace.cli.networks_alone import regression_prediction
 from molaplace.decisions.abstain import AnswerThreshold, abstain_threshold
 from molaplace.decisions.alarm import alarm_threshold
 from molaplace.decisions.calibration import Calibration
@@ -29,7 +28,7 @@ from molaplace.decisions.intervals import PredictionIntervals, prediction_interv
 from molaplace.decisions.sets import PredictionSets, prediction_sets
 from molaplace.errors import DataError, OptionError
 from molaplace.images import even_indices
-from molaplace.prediction import RegressionPrediction
+from molaplace.prediction import Field, RegressionPrediction
 from molaplace.saving import files
 from molaplace.saving.posterior import KIND, SCHEMA
 
@@ -151,10 +150,10 @@ def _saved_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibratio
 def _saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
     # Return the saved predictions and targets (n, D) of a posterior for regression.
     columns = _saved_columns(fitted, option)
-    means = columns[MEANS].transpose(0, 1).contiguous()
-    variances = columns[VARIANCES].transpose(0, 1).contiguous()
     # The intervals use neither the noise variance nor OOD scores.
-    return regression_prediction(means, variances, variances, fitted.posterior.weights), columns[TARGETS]
+    fields: dict[str, Field] = {name: columns[name].transpose(0, 1).contiguous() for name in (MEANS, VARIANCES)}
+    fields["component_noise"] = fields[VARIANCES]
+    return RegressionPrediction(fields, weights=fitted.posterior.weights), columns[TARGETS]
 
 
 def _saved_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:

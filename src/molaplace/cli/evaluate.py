@@ -17,17 +17,9 @@ from molaplace import __version__
 from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
-from molaplace.cli.evaluated_methods import (
-    COVERAGE,
-    ENSEMBLE,
-    LAPLACE,
-    MIXTURE,
-    SINGLE,
-    EvaluatedMethods,
-    tune_methods,
-)
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import RUN
+from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
 from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
 from molaplace.cli.options import option, write_run
 from molaplace.cli.progress import showing_progress
@@ -162,7 +154,7 @@ def run_evaluate(
         test,
         [_set_info(posterior, name, options, by_method[methods.subject]) for name, by_method in columns.items()],
         columns,
-        {method: methods.tuned(method) for method in methods.names},
+        methods.tuned(),
         classes=classes,
         notes=(*notes, *warnings),
         left_out=skipped.together(team).left_out,
@@ -179,10 +171,10 @@ def run_evaluate(
     )
 
 
-def _read(methods: EvaluatedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
-    columns = {method: PredictionColumns() for method in methods.names}
+def _read(methods: ComparedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
+    columns = {method: PredictionColumns() for method in methods.tuned()}
     for batch in loader:
-        methods.add(columns, batch, as_batch(batch, loader.source.name).labels)
+        methods.add(columns, batch, as_batch(batch, loader.source.name).labels, loader.source.name)
     if not any(team.collect(len(columns[methods.subject].data))):
         raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
     columns = {method: of_method.gather(team) for method, of_method in columns.items()}
@@ -221,7 +213,7 @@ def _repeated_data(fitted: PosteriorFolder, test: str, val: str | None) -> list[
 
 def _decisions(
     fitted: PosteriorFolder,
-    methods: EvaluatedMethods,
+    methods: ComparedMethods,
     on_test: Mapping[str, PredictionColumns],
     classes: Sequence[str],
 ) -> DecisionResult | None:

@@ -29,9 +29,8 @@ from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
 from molaplace.cli.info import print_information
-from molaplace.cli.job import NAME, RULE_NAMES, RUN, WEIGHTINGS, Job
+from molaplace.cli.job import NAME, RUN, WEIGHTINGS, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
-from molaplace.cli.networks_alone import networks_alone, noise_factors
 from molaplace.cli.option_groups import RunOptions
 from molaplace.cli.options import as_document, option, to_toml
 from molaplace.cli.progress import showing_progress
@@ -44,34 +43,11 @@ from molaplace.network import Head, as_batch, check_positions, find_heads
 from molaplace.options import counted, listed, one_of
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
-from molaplace.rules import RULES, Outliers, Rule, as_rule
+from molaplace.rules import RULES, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.saving.files import write_atomically, write_folder
 from molaplace.saving.posterior import pack
 from molaplace.structures import STRUCTURES
-
-
-def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """Return a job's rule with its settings, or None if the prior precision is not tuned."""
-    name = one_of(job.rule_name, RULE_NAMES, "--rule")
-    settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
-    values = {field: value for field, (_, value) in settings.items() if value is not None}
-    for field in values:
-        accepting = [rule_name for rule_name, rule in RULES.items() if hasattr(rule, field)]
-        if name not in accepting:
-            raise OptionError(
-                f"{settings[field][0]} applies only to --rule {' or '.join(accepting)}; got --rule {name}."
-            )
-    if job.prior_precision != 1.0 and name != "none":
-        raise OptionError(
-            f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
-            f"of the two options."
-        )
-    if (name == "outliers") != (job.outliers is not None):
-        raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
-    if name == "outliers":
-        return Outliers([] if outliers is None else outliers)
-    return None if name == "none" else replace(RULES[name], **values) if values else RULES[name]  # type: ignore[type-var]
 
 
 def check_job(job: Job) -> None:
@@ -80,13 +56,13 @@ def check_job(job: Job) -> None:
         raise OptionError(
             "there are no training data. Pass --train (a folder of images, .npz, .csv, or package.module:function)."
         )
-    likelihood = job.meaning()
+    likelihood = job.make_likelihood()
     make_preprocessing(job, Preprocessing(), "float32")
     _positions(job)
     one_of(job.structure, STRUCTURES, "--structure")
     as_link(one_of(job.link, LINKS, "--link"), likelihood)
     one_of(job.mixing, WEIGHTINGS, "--mixing")
-    rule = make_rule(job, None)
+    rule = job.make_rule()
     if job.val is None and (job.mixing == "stacking" or (rule is not None and rule.needs_data)):
         raise OptionError(
             f"--rule {job.rule_name} with --mixing {job.mixing} needs validation data. Pass --val, or use --rule evidence."
@@ -143,7 +119,7 @@ def run_fit(
         link=job.link,
         head=job.head,
         progress=False,
-        likelihood=job.meaning(),
+        likelihood=job.make_likelihood(),
         team=team,
         checkpoint=checkpoint,
         distances=job.distances,
@@ -173,7 +149,7 @@ def _positions(job: Job) -> str | int:
 
 def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader) -> HeldOut:
     held_out = read_held_out(
-        networks, data.heads, val, data.job.meaning(), where="validation data", labelled=True, team=data.team
+        networks, data.heads, val, data.job.make_likelihood(), where="validation data", labelled=True, team=data.team
     )
     try:
         held_out.check_labels()
@@ -188,7 +164,7 @@ def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader) 
 
 def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) -> MoLA:
     outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
-    rule = make_rule(job, outliers)
+    rule = job.make_rule(outliers)
     if rule is not None:
         data.progress("tuning", 0.7)
         with warnings.catch_warnings():
@@ -201,38 +177,24 @@ def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) ->
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
+    # Return metrics of the posterior, and the values that decisions need for each example.
     team = held_out.team
     likelihood = posterior.likelihood
-    networks = len(posterior.components)
-    # For regression, the noise of the networks alone is chosen to minimise the loss on these data.
-    factors = None if likelihood.classification else noise_factors(posterior, held_out, networks)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
-    by_predictor = {"networks": PredictionColumns(), "posterior": PredictionColumns()}
+    predictions = PredictionColumns()
     chunks: list[dict[str, Tensor]] = []
     for chunk in held_out.chunks():
-        labels = chunk.labels
-        assert labels is not None
+        assert chunk.labels is not None
         prediction = posterior.predict_from_features(chunk.phi, chunk.outputs)
-        alone = networks_alone(posterior, prediction, networks, factors)
-        by_predictor["networks"].add(alone, labels, scores={"ood score": prediction.ood_score})
-        by_predictor["posterior"].add(prediction, labels)
-        chunks.append(decision_columns(prediction, labels, guarantees=guarantees))
-    names = sorted({name for columns in team.collect(list(chunks[0]) if chunks else []) for name in columns})
-    columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks]) if chunks else None) for name in names}
+        predictions.add(prediction, chunk.labels)
+        chunks.append(decision_columns(prediction, chunk.labels, guarantees=guarantees))
+    columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks])) for name in chunks[0]}
     count = len(columns[SCORE])
     columns = thinned(columns)
     threshold, rate = default_alarm(columns[SCORE])
-    validation: dict[str, Any] = {
-        "count": count,
-        "outlier_threshold": threshold,
-        "false_alarm_rate": rate,
-    }
-    for name, of_predictor in by_predictor.items():
-        measurements = measured(of_predictor.gather(team))
-        validation[name] = {metric: measurement.value for metric, measurement in measurements.items()}
-    return validation, columns
+    metrics = {name: measurement.value for name, measurement in measured(predictions.gather(team)).items()}
+    return {"count": count, "outlier_threshold": threshold, "false_alarm_rate": rate, "metrics": metrics}, columns
 
 
 def _write(
@@ -332,7 +294,7 @@ class FitData:
 
     def _find_heads(self, networks: Sequence[nn.Module], *, images: bool) -> list[Head]:
         try:
-            heads = find_heads(networks, [self.job.head] * len(networks), self.first, self.job.meaning())
+            heads = find_heads(networks, [self.job.head] * len(networks), self.first, self.job.make_likelihood())
             return [replace(head, ignore_index=self.job.ignore_index) for head in heads]
         except DataError as error:
             if not images or self.preprocessing.shape is None:

@@ -104,9 +104,8 @@ def _job_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     validation = result["validation"]
     if validation is not None:
-        for name, key in (("networks alone", "networks"), ("with the posterior", "posterior")):
-            metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in validation[key].items())
-            lines.append((name, f"{metrics} on the validation data"))
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in validation["metrics"].items())
+        lines.append(("validation", metrics))
         rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())

@@ -6,7 +6,7 @@ Consent to run code (`--trust`) is never saved, because a file may come from a s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from molaplace.errors import OptionError
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
 from molaplace.links import LINKS
 from molaplace.network import IGNORE_INDEX
-from molaplace.rules import RULES
+from molaplace.options import one_of
+from molaplace.rules import RULES, Outliers, Rule
 from molaplace.structures import STRUCTURES
 
 NAME = "job.toml"
@@ -157,7 +158,7 @@ class Job:
     seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
 
-    def meaning(self) -> Likelihood:
+    def make_likelihood(self) -> Likelihood:
         """Return the likelihood with its settings."""
         likelihood = as_likelihood(self.likelihood)
         settings = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
@@ -172,6 +173,31 @@ class Job:
     def rule_name(self) -> str:
         """Name of the rule; by default, the likelihood's default rule."""
         return self.rule or LIKELIHOODS[self.likelihood].default_rule
+
+    def make_rule(self, outliers: Iterable[Any] | None = None) -> Rule | None:
+        """Return the rule with its settings, or None if the prior precision is not tuned.
+
+        `outliers` are needed when the rule "outliers" is applied, not when the options are checked.
+        """
+        name = one_of(self.rule_name, RULE_NAMES, "--rule")
+        settings = {"confidence": ("--threshold", self.threshold), "price": ("--price", self.price)}
+        values = {field: value for field, (_, value) in settings.items() if value is not None}
+        for field in values:
+            accepting = [rule_name for rule_name, rule in RULES.items() if hasattr(rule, field)]
+            if name not in accepting:
+                raise OptionError(
+                    f"{settings[field][0]} applies only to --rule {' or '.join(accepting)}; got --rule {name}."
+                )
+        if self.prior_precision != 1.0 and name != "none":
+            raise OptionError(
+                f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
+                f"of the two options."
+            )
+        if (name == "outliers") != (self.outliers is not None):
+            raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
+        if name == "outliers":
+            return Outliers([] if outliers is None else outliers)
+        return None if name == "none" else replace(RULES[name], **values)  # type: ignore[type-var]
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:

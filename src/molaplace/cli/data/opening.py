@@ -98,7 +98,7 @@ def open_dataset(
     `classes` and `outputs` are the names and the number of the networks' outputs, if known.
     """
     path = Path(name).expanduser()
-    likelihood = job.meaning()
+    likelihood = job.make_likelihood()
     built_in = name.partition(":")[0] == DIGITS and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from molaplace.cli.explorer.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from molaplace.cli.explorer.subject import Subject
-from molaplace.cli.networks_alone import networks_alone
+from molaplace.cli.methods import networks_alone
 from molaplace.errors import MolaError, importing
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
