@@ -346,7 +346,7 @@ def _default(name: str) -> str:
         return _default_summary()
     suite, kind = name.split()
     found = _suite(suite)
-    numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
+    numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)}, found.overlap)
     if kind == "outliers":
         header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
         on = {one.name: Quantity(one.name, "auroc", BY_CONFIDENCE) for one in found.of_role("outlier")}
@@ -377,7 +377,7 @@ def _default_summary() -> str:
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
         found = _suite(suite)
-        numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
+        numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)}, found.overlap)
         outliers = tuple(one.name for one in found.of_role("outlier"))
         for name, quantity, factor, digits in (
             ("test NLL", Quantity("test", "nll"), 1, 3),

@@ -252,7 +252,6 @@ def report(
     from molaplace.report.tables import print_table
     from molaplace_lab.report.reading import read_suites
     from molaplace_lab.report.tables import TERMINAL, suite_tables
-    from molaplace_lab.report.words import suite_findings
     from molaplace_lab.report.writing import write_report
 
     results_of_suites = read_suites(results, suites or ())
@@ -265,10 +264,6 @@ def report(
         for name in TERMINAL:
             if name in tables:
                 print_table(console, tables[name])
-        for finding in suite_findings(suite):
-            console.print(f"{finding.title}: {finding.text}")
-        for warning in suite.warnings:
-            console.print(f"Compare with care: {warning}")
     console.print(f"Wrote {page}, with tables and figures in the same folder.", soft_wrap=True)
 
 

@@ -47,9 +47,6 @@ class Record:
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """Additional measures that the suite defines, keyed by name. Files omit this entry if it is empty."""
-    overlap: float = 0.0
-    """In a cross-fit, whose runs share data, the ratio of test examples to examples used for fitting and tuning; 0 if every run has
-    its own networks. Files omit this entry because it follows from the settings in the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
@@ -59,7 +56,6 @@ class Record:
                 name: {key: result[key] for key in kept if key != "types" or result[key]}
                 for name, result in document[entry].items()
             }
-        del document["overlap"]
         if not self.measures:
             del document["measures"]
         return document

@@ -13,7 +13,6 @@ import pytest
 
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace_lab.report.reading import read_suites
-from molaplace_lab.report.runs import Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -61,7 +60,7 @@ DEFAULT = "MoLA (calibrated)"
 
 @cache
 def numbers(suite):
-    return Numbers(read_suites(ROOT / "results", [suite])[0].runs)
+    return read_suites(ROOT / "results", [suite])[0].numbers()
 
 
 def area(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.pictures import MOST_SETS, draw_examples, draw_histograms, example_sets
 from molaplace.report.style import Figure, Planned
 from molaplace.report.tables import SHIFT_METRICS
-from molaplace_lab.record import Record
-from molaplace_lab.report.reading import SuiteResults
-from molaplace_lab.report.runs import Numbers, levels_of, shared_outliers
+from molaplace_lab.report.reading import MAIN, SuiteResults
+from molaplace_lab.report.runs import levels_of, shared_outliers
 from molaplace_lab.report.tables import GROUP_TITLES, ablation_groups
 
 BANDS = "Lines show means over runs; bands show one standard error."
@@ -33,7 +32,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         histograms = partial(draw_suite_histograms, suite)
         figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs are pooled.", histograms)
     if suite.runs and len(levels) > 1:
-        shift = partial(draw_shift, suite, suite.runs, tuple(SHIFT_METRICS))
+        shift = partial(draw_shift, suite, MAIN, tuple(SHIFT_METRICS))
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
         figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability, _pooled_bins(suite, levels)))
@@ -46,18 +45,18 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         if group == "components":
             figures[group] = Planned(title, BANDS, partial(draw_components, suite))
         elif len(levels) > 1:
-            figures[group] = Planned(title, BANDS, partial(draw_shift, suite, suite.groups[group], ABLATED))
+            figures[group] = Planned(title, BANDS, partial(draw_shift, suite, group, ABLATED))
     return figures
 
 
-def draw_shift(suite: SuiteResults, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> Figure:
-    """Plot the metrics of the given methods against the level of shift."""
-    numbers = Numbers(methods)
+def draw_shift(suite: SuiteResults, group: str, metrics: Sequence[str]) -> Figure:
+    """Plot the metrics of a group's methods against the level of shift."""
+    numbers = suite.numbers(group)
     return draw_against_level(
         levels_of(suite.sets),
         metrics,
         suite.axis,
-        list(methods),
+        list(suite.groups[group]),
         lambda level, metric: numbers(numbers.at_level(level, metric)),
     )
 
@@ -83,13 +82,13 @@ def draw_suite_histograms(suite: SuiteResults) -> Figure:
         for record in records:
             for name, on_set in (record.labelled | record.outliers).items():
                 histograms[name] = np.array(on_set.histogram) + histograms.get(name, 0)
-    return draw_histograms(Numbers(suite.runs), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
+    return draw_histograms(suite.numbers(), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
 
 
 def draw_components(suite: SuiteResults) -> Figure:
     """Plot metrics on test data, shifted data and outliers against the number of components, with one line per family."""
     methods = suite.groups["components"]
-    numbers = Numbers(methods)
+    numbers = suite.numbers("components")
     # Each number of components has one method per family; "DE K=2" belongs to the family "DE".
     sweep: dict[float, dict[str, str]] = {}
     for method, records in methods.items():

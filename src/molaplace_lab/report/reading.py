@@ -1,11 +1,11 @@
-"""Functions that read suites from a store and warn about records that cannot be read or compared."""
+"""Reading the results of suites from a store."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from molaplace.errors import StorageError
 from molaplace.evaluation import Pictures, Role, SetInfo
 from molaplace.options import one_of
 from molaplace_lab.record import Record
-from molaplace_lab.store import COST, SUITE, Store, read_record
+from molaplace_lab.report.runs import Numbers
+from molaplace_lab.store import COST, SUITE, Store
 
 MAIN = "main"
 """Name of the group that contains the methods compared by a suite; all other groups are ablations."""
@@ -65,7 +66,13 @@ class SuiteResults:
     """Records by group and method, sorted by run. The group `MAIN` contains the compared methods."""
     cost: dict[str, Any]
     """Content of `cost.json`: "rows" (in the order of the methods), "settings" and "environment"."""
-    warnings: tuple[str, ...]
+    overlap: float
+    """In a cross-fit, whose runs share data, the ratio of test examples to examples used for fitting and tuning; 0 if every run has
+    its own networks."""
+
+    def numbers(self, group: str = MAIN) -> Numbers:
+        """Return the numbers of the methods in a group."""
+        return Numbers(self.groups.get(group, {}), self.overlap)
 
     @property
     def runs(self) -> dict[str, tuple[Record, ...]]:
@@ -105,13 +112,15 @@ def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteRes
 def _read_suite(store: Store, name: str) -> SuiteResults:
     document = store.read_document(name, SUITE) or {}
     cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
-    records, unread = _readable_records(store, name)
-    overlap = _overlap(document)
-    records.sort(key=lambda record: (record.group, *_rank(record.method), record.run))
+    records = sorted(store.records(name), key=lambda record: (record.group, *_rank(record.method), record.run))
+    if not records:
+        raise StorageError(
+            f"{store.directory / name} contains no records. Run `python -m molaplace_lab bench {name}` first."
+        )
     groups: dict[str, dict[str, tuple[Record, ...]]] = {}
     for record in records:
         methods = groups.setdefault(record.group, {})
-        methods[record.method] = (*methods.get(record.method, ()), replace(record, overlap=overlap))
+        methods[record.method] = (*methods.get(record.method, ()), record)
     sets = _sets(document, records)
     shift = document["shift"] or {"title": "shifted data", "axis": "level"}
     return SuiteResults(
@@ -129,28 +138,11 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         notes=tuple(document["notes"]),
         groups=groups,
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
-        warnings=(*unread, *_disagreements(records)),
+        overlap=_overlap(document),
     )
 
 
-def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
-    directory = store.directory / suite
-    records: list[Record] = []
-    warnings: list[str] = []
-    for path in store.paths(suite):
-        try:
-            records.append(read_record(path))
-        except StorageError as error:
-            warnings.append(f"A record was left out, so its method lacks a run: {error}")
-    if not records and warnings:
-        raise StorageError(f"none of the {len(warnings)} records can be read. {warnings[0]}", place=str(directory))
-    if not records:
-        raise StorageError(f"{directory} contains no records. Run `python -m molaplace_lab bench {suite}` first.")
-    return records, warnings
-
-
 def _overlap(document: dict[str, Any]) -> float:
-    # Return the correction for runs that share data; see `Record.overlap`.
     if not document.get("experiment", {}).get("options", {}).get("cross_fit"):
         return 0.0
     count = {name: info["count"] for name, info in document["sets"].items()}
@@ -185,32 +177,3 @@ def _pictures(images: dict[str, Any], role: Role) -> Pictures:
     return Pictures(
         pixels.reshape(images["shape"]).transpose(0, 2, 3, 1), tuple(labels) if labels and role != "outlier" else None
     )
-
-
-# --- records that can be compared ------------------------------------------------------------------------------------
-
-
-def _disagreements(records: Sequence[Record]) -> Iterator[str]:
-    # Yield warnings about records that used different data from the other records of the same run.
-    for run in sorted({record.run for record in records}):
-        for methods, names in _differing_sets([record for record in records if record.run == run]).items():
-            yield f"Run {run}: {methods} used different data from the other methods (the checksums of {listed(names)} differ)."
-
-
-def _differing_sets(records: Sequence[Record]) -> dict[str, list[str]]:
-    # Return the names of the sets whose checksums differ, by the methods in the minority.
-    differing: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for record in records for name in record.data):
-        methods: dict[str, list[str]] = {}
-        for record in records:
-            if name in record.data:
-                methods.setdefault(record.data[name], []).append(record.method)
-        if len(methods) > 1:
-            differing.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
-    return differing
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """Join the first few names with commas, and add the number of remaining names."""
-    text = ", ".join(names[:most])
-    return f"{text} and {len(names) - most} more" if len(names) > most else text

@@ -33,7 +33,7 @@ class RunMean:
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
     """Values of the individual runs, needed to compute differences between methods."""
     overlap: float = field(default=0.0, compare=False, repr=False)
-    """Correction for runs that share data; see `molaplace_lab.record.Record.overlap`."""
+    """Correction for runs that share data; see `molaplace_lab.report.reading.SuiteResults.overlap`."""
 
     @classmethod
     def over(cls, by_run: Mapping[int, float], overlap: float = 0.0) -> RunMean | None:
@@ -136,11 +136,10 @@ def _estimates_of(record: Record) -> dict[Quantity, Estimate]:
 class Numbers:
     """Means over each method's runs, with standard errors; for a single run, the standard errors are computed over the data points."""
 
-    def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
-        all_records = [record for records in methods.values() for record in records]
-        self.overlap = max((record.overlap for record in all_records), default=0.0)
+    def __init__(self, methods: Mapping[str, Sequence[Record]], overlap: float = 0.0) -> None:
+        self.overlap = overlap
         names: dict[float, set[str]] = {}
-        for record in all_records:
+        for record in (record for records in methods.values() for record in records):
             for name, result in record.labelled.items():
                 names.setdefault(result.level, set()).add(name)
         self._sets = {level: tuple(sorted(names[level])) for level in sorted(names)}
@@ -163,6 +162,18 @@ class Numbers:
             return mean
         (numbers,) = complete.values()
         return replace(mean, error=numbers[quantities[0]].error)
+
+    @property
+    def over_runs(self) -> str:
+        """A sentence such as "Mean ± standard error over 2 to 4 runs." for the caption of a table."""
+        counts = [len(runs) for runs in self._runs.values()]
+        if max(counts) == 1:
+            return "With one run, the spread is unknown, so no number is bold."
+        sizes = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
+        kind = (
+            "rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)" if self.overlap else "runs"
+        )
+        return f"Mean \N{PLUS-MINUS SIGN} standard error over {sizes} {kind}."
 
     def at_level(self, level: float, metric: str, kind: str = "") -> Quantity:
         """Specify the mean of a metric over all sets at one level of shift."""
@@ -198,17 +209,6 @@ LEADS = (
     "(paired t-test over runs, 95 %)."
 )
 """Caption that explains bold numbers in the tables of suites."""
-
-
-def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Return a sentence such as "Mean ± standard error over 2 to 4 runs." for the caption of a table."""
-    counts = [len(records) for records in methods.values()]
-    if max(counts) == 1:
-        return "With one run, the spread is unknown, so no number is bold."
-    sizes = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
-    cross_fit = any(record.overlap > 0 for records in methods.values() for record in records)
-    kind = "rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)" if cross_fit else "runs"
-    return f"Mean \N{PLUS-MINUS SIGN} standard error over {sizes} {kind}."
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from molaplace_lab.report.runs import (
     levels_of,
     marked_table,
     records_table,
-    runs_words,
     shared_outliers,
 )
 
@@ -42,7 +41,7 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
     """Return all tables for a suite, keyed by name, in page order."""
     tables: dict[str, Table | None] = {}
     if suite.runs:
-        numbers = Numbers(suite.runs)
+        numbers = suite.numbers()
         tables = {
             "outliers": _outliers(suite, numbers),
             "difference": _differences(suite, numbers),
@@ -94,7 +93,7 @@ def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
-        f"In %. {runs_words(suite.runs)} MMC is the mean confidence; AUROC, how well low confidence separates outliers from test data."
+        f"In %. {numbers.over_runs} MMC is the mean confidence; AUROC, how well low confidence separates outliers from test data."
         f"{_paper_words(suite, aside)}"
     )
     return records_table(f"{suite.title} against outliers", caption, numbers, columns, aside)
@@ -129,7 +128,7 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} ECE and MCE use 15 bins. Legacy ECE follows published "
+        f"{suite.sets['test'].count} test inputs. {numbers.over_runs} ECE and MCE use 15 bins. Legacy ECE follows published "
         f"scripts, which omit predictions with a confidence of 0.99 or more; use it only for comparison with published numbers. AURC "
         f"is the area under the risk-coverage curve."
     )
@@ -148,7 +147,7 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("test", "excess %", "low", 3, Quantity("test", EXCESS), 100))
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
-        f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
+        f"{numbers.over_runs} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
         f"al., 2019); random rejection gives the error rate. Excess AURC is the AURC minus its minimum for the same number of errors."
         f"{' The column for shifted data shows the mean over all levels.' if len(levels) > 1 else ''}"
     )
@@ -160,7 +159,7 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
     methods = suite.groups.get(group, {})
     if len(levels) < 2 or not methods:
         return None
-    numbers = Numbers(methods)
+    numbers = suite.numbers(group)
     like = SHIFT_METRICS[metric]
     columns = [
         Column(f"{level:g}", suite.axis, like.better, like.digits, numbers.at_level(level, metric), like.factor)
@@ -178,7 +177,7 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
     aside = _paper_rows(
         {name: [like.factor * value for value in curve] for name, curve in curves.items() if len(curve) == len(levels)}
     )
-    caption = f"{'In %. ' if like.factor == 100 else ''}{runs_words(methods)} Level 0 is the test set.{_paper_words(suite, aside)}"
+    caption = f"{'In %. ' if like.factor == 100 else ''}{numbers.over_runs} Level 0 is the test set.{_paper_words(suite, aside)}"
     return records_table(title, caption, numbers, columns, aside)
 
 
@@ -195,7 +194,7 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     typed = [result for record in records for result in record.labelled.values() if result.types]
     if len(methods) < 2 or not typed:
         return None
-    numbers = Numbers(methods)
+    numbers = Numbers(methods, suite.overlap)
     like = BY_TYPE[metric]
     levels = sorted({result.level for result in typed})
     rows: dict[str, list[Number]] = {}
@@ -206,7 +205,7 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
         ]
     difference = f"{BY_DISTANCE} minus {PAPERS_RULE}"
     caption = (
-        f"{runs_words(methods)} {BY_DISTANCE} is better if the difference is negative. Rows are based on different test images because "
+        f"{numbers.over_runs} {BY_DISTANCE} is better if the difference is negative. Rows are based on different test images because "
         f"each image received only one type of shift."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=like.digits) for level in levels]
@@ -251,7 +250,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
                 methods_of_score.setdefault(str(record.chosen["ood_score"]), {})[method] = None
     definitions = "; ".join(f"{score} for {', '.join(methods)}" for score, methods in methods_of_score.items())
     caption = (
-        f"AUROC in %, averaged over the following outlier sets: {', '.join(info.title for info in sets)}. {runs_words(suite.runs)} "
+        f"AUROC in %, averaged over the following outlier sets: {', '.join(info.title for info in sets)}. {numbers.over_runs} "
         f"Bold marks a score that is clearly best for a method.{f' The ood score is {definitions}.' if definitions else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
@@ -288,7 +287,7 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         columns += columns_on(tuple(info.name for info in sets), OPENOOD_METRICS, group)
         counts += [f"{info.count:,} from {info.title}" for info in sets]
     caption = (
-        f"In %. {runs_words(suite.runs)} Means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test data "
+        f"In %. {numbers.over_runs} Means over outlier sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test data "
         f"rejected at the threshold that rejects 95 % of the outliers. {POSITIVES} The rows for MAP and DE include the scores computed "
         f"from features and logits. These numbers should not be ranked alongside published ones: the architecture is {suite.network}, "
         f"not ResNet-18; DE and MoLA use {suite.components} networks; the {suite.test.count:,} test images and the outliers "
@@ -305,7 +304,7 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     names = ("in-scope accuracy", "out-of-scope recall")
     columns = [Column(name, better="high", quantity=Quantity("rejection", f"{name}, {{}}")) for name in names]
     caption = (
-        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold chosen to maximise the number of "
+        f"In %. {numbers.over_runs} A request is rejected if its score exceeds a threshold chosen to maximise the number of "
         f"correctly handled validation requests (3000 in scope and 100 out of scope). The in-scope accuracy treats rejected requests "
         f"as errors. Larson et al. (EMNLP 2019, arXiv 1909.02027) report the same two metrics for different features and networks."
     )
@@ -333,7 +332,7 @@ def _people(suite: SuiteResults) -> Table | None:
         "NLL uses the published labels. Cross-entropy and divergence use the labels that about 50 people gave each image (CIFAR-10H, "
         "Peterson et al., 2019). The last columns show Spearman's rank correlation between each score and the entropy of these labels."
     )
-    return records_table(f"{suite.title}: human uncertainty", caption, Numbers(methods), columns)
+    return records_table(f"{suite.title}: human uncertainty", caption, Numbers(methods, suite.overlap), columns)
 
 
 # --- ablations, settings and cost ------------------------------------------------------------------------------------
@@ -347,9 +346,8 @@ def ablation_groups(suite: SuiteResults) -> list[str]:
 
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
-    methods = suite.groups[group]
-    numbers = Numbers(methods)
-    sets = shared_outliers(suite.sets, methods)
+    numbers = suite.numbers(group)
+    sets = shared_outliers(suite.sets, suite.groups[group])
     outliers = tuple(info.name for info in sets)
     shifted = with_digits({"log_likelihood": 3, "ece": 2, "confidence": 1, "accuracy": 2})
     columns = [
@@ -363,7 +361,7 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         averaged = ", ".join(info.title for info in sets)
     if suite.of_role("shift"):
         averaged = f"all levels of {suite.shift_title}, and over {averaged}"
-    caption = f"{runs_words(methods)} Columns beside the test data show means over {averaged}. AUROC is computed from the confidence."
+    caption = f"{numbers.over_runs} Columns beside the test data show means over {averaged}. AUROC is computed from the confidence."
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
 
 

@@ -14,12 +14,28 @@ from molaplace.progress import Progress, no_progress
 from molaplace.report.page import page_environment, render_page
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
+from molaplace.report.words import DESCRIPTIONS
 from molaplace.report.writing import draw_figures, write_texts, writing_to
-from molaplace_lab.report import words
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import LEADS
 from molaplace_lab.report.tables import ablation_groups, suite_tables
+
+SUITE_DESCRIPTIONS = {
+    **DESCRIPTIONS,
+    "MoLA": DESCRIPTIONS["MoLA (threshold)"],
+    "SWAG": "a Gaussian fitted to the weights from the last training steps",
+    "MultiSWAG": "a mixture of SWAGs",
+    "MIMO": "one network that makes several predictions in one forward pass",
+    "LLLA (distance)": "MoLA (distance) with the first network only",
+    "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
+    "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
+    "MoLA (NLL)": "MoLA tuned by validation log loss",
+    "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
+    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
+    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
+}
+"""Descriptions of the methods of suites, whose MoLA is tuned by the paper's rule."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +51,26 @@ class SuiteReport:
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 
 
+def suite_remarks(suite: SuiteResults) -> list[str]:
+    """Return the remarks shown below the results of a suite: data, tuning and computing time."""
+    records = [record for methods in suite.groups.values() for runs in methods.values() for record in runs]
+    sets = "; ".join(f"{info.title} {info.count}" for info in suite.sets.values() if info.role != "shift")
+    notes = dict.fromkeys(str(note) for record in records for note in record.chosen.get("notes", []))
+    seconds = sum(sum(record.seconds.values()) for record in records)
+    return [
+        f"Data: {sets}.",
+        *suite.notes,
+        *notes,
+        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' "
+        f"forward passes.",
+    ]
+
+
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
     """Return one HTML page for several suites, with `made_by` as the footer."""
     environment = page_environment(PackageLoader("molaplace_lab.report"))
-    environment.globals |= {"DESCRIPTIONS": words.SUITE_DESCRIPTIONS, "LEADS": LEADS}
-    environment.filters |= {
-        "ablation_groups": ablation_groups,
-        "findings": words.suite_findings,
-        "remarks": words.suite_remarks,
-    }
+    environment.globals |= {"DESCRIPTIONS": SUITE_DESCRIPTIONS, "LEADS": LEADS}
+    environment.filters |= {"ablation_groups": ablation_groups, "remarks": suite_remarks}
     return render_page("suites", environment, reports=reports, made_by=made_by)
 
 
@@ -73,10 +100,7 @@ def _file_name(suite: str, name: str) -> str:
 
 def _markdown(report: SuiteReport) -> list[str]:
     suite = report.suite
-    lines = [f"## {suite.title}", ""]
-    lines += [f"> **Compare with care:** {warning}\n" for warning in suite.warnings]
-    lines += [f"* **{finding.title}.** {finding.text}" for finding in words.suite_findings(suite)]
-    lines += ["", *[as_markdown(table) for table in report.tables.values()]]
+    lines = [f"## {suite.title}", "", *[as_markdown(table) for table in report.tables.values()]]
     for figure in report.figures.values():
         lines += [f"![{figure.title}](figures/{figure.name}.svg)", ""]
     return [*lines, *[f"* {note}" for note in suite.notes], ""]
