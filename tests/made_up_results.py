@@ -11,8 +11,7 @@ import numpy as np
 
 from molaplace.evaluation import Examples, LabelledResult, OutlierResult
 from molaplace.evaluation.comparison import CONFIDENCE_BINS
-from molaplace_lab.record import Record
-from molaplace_lab.store import Store
+from molaplace_lab.records import Record, Store
 
 QUALITY = {"MAP": 0, "MAP-T": 1, "DE": 2, "DE-T": 3, "LLLA": 4, "MoLA": 6, "MoLA (distance)": 5}
 """A method is better by a fixed step for each of these."""

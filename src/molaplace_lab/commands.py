@@ -19,8 +19,8 @@ from molaplace_lab.activations import ActivationCache, Network, open_networks
 from molaplace_lab.comparisons import COMPARISONS, NAMED, SWEEP
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
+from molaplace_lab.records import COST, Store
 from molaplace_lab.runner import Plan, run_suite
-from molaplace_lab.store import COST, Store
 from molaplace_lab.suite import Budget, DataOptions, Suite, changed
 from molaplace_lab.suites.registry import SUITES, find_suite
 from molaplace_lab.uci import SETS, as_good, gap_table, read_records, run_uci, score_table

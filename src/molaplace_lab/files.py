@@ -53,3 +53,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if SEAL in document:  # documents of other programs have no checksum
         check_seal(document, path)
     return document
+
+
+def read_document(path: Path, kind: str, version: int) -> dict[str, Any]:
+    """Read a record of the laboratory; raise `StorageError` if it is damaged, or if its format is not `kind` in this version."""
+    try:
+        document = read_json(path)
+        if document.get("format") != kind or SEAL not in document:
+            raise StorageError(f"{path} is not a record: expected the format {kind!r} and a checksum.")
+        if document.get("version") != version:
+            raise StorageError(f"{path} has the version {document.get('version')!r}; expected version {version}.")
+    except StorageError as error:
+        raise StorageError(f"{error} Delete it and run the command again. The other records are kept.") from error
+    return document

@@ -22,7 +22,6 @@ from molaplace.distributed import Team
 from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder
 from molaplace.progress import Progress
-from molaplace.saving.schema import check
 from molaplace.saving.weights import read_metadata, save_weights
 from molaplace_lab.activations import Network
 from molaplace_lab.checksums import data_checksum, network_checksum
@@ -110,16 +109,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 def _identity(path: Path) -> dict[str, Any] | None:
     # Return the `python -m molaplace_lab train` options stored in a file, or None if another program wrote the file.
     text = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
-    if text is None:
-        return None
-    try:
-        identity: dict[str, Any] = json.loads(text)
-        check(identity, {"recipe": {}}, "identity")
-    except (StorageError, ValueError, TypeError) as error:
-        raise StorageError(
-            f"the training options in {path} are damaged ({error}). Delete the file and train again."
-        ) from error
-    return identity
+    return None if text is None else json.loads(text)
 
 
 def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> str:

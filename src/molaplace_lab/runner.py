@@ -36,8 +36,7 @@ from molaplace_lab.comparisons import LONG, SWEEP, methods_of
 from molaplace_lab.context import Context
 from molaplace_lab.measures import BatchPrediction, Measure, columns_of
 from molaplace_lab.methods import Method
-from molaplace_lab.record import Record
-from molaplace_lab.store import SUITE, Store
+from molaplace_lab.records import SUITE, Record, Store
 from molaplace_lab.suite import Budget, DataOptions, Source, Suite, TrainingData
 
 PROTOCOL = 1

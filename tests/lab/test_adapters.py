@@ -14,7 +14,7 @@ from molaplace_lab import adapters
 from molaplace_lab.adapters import ShuffledByLength, adapted_encoder, token_ids
 from molaplace_lab.commands import app
 from molaplace_lab.networks import Training, find_networks, train_networks
-from molaplace_lab.store import Store
+from molaplace_lab.records import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.clinc import CLINC_LORA
 from tests.closeness import assert_close

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from molaplace_lab.commands import app
-from molaplace_lab.store import Store
+from molaplace_lab.records import Store
 from tests.conftest import require_shared
 
 ROOT = Path(__file__).resolve().parents[2]

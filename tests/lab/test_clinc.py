@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from molaplace.errors import DataError, OptionError
 from molaplace_lab.commands import app
 from molaplace_lab.data.clinc150 import WIDTH, embed, load_clinc150
-from molaplace_lab.store import Store
+from molaplace_lab.records import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.clinc import CLINC
 from tests.closeness import assert_close

@@ -17,8 +17,8 @@ from molaplace_lab.commands import app
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.corruptions.catalogue import corrupt
 from molaplace_lab.networks import open_named
+from molaplace_lab.records import Store
 from molaplace_lab.runner import Plan, run_suite
-from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.imagenet import IMAGENET
 from tests.closeness import assert_close

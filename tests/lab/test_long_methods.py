@@ -13,8 +13,8 @@ from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.long_methods import fit_mimo, fit_swag
 from molaplace_lab.networks import Training, find_networks, train_networks
+from molaplace_lab.records import Store
 from molaplace_lab.runner import Plan, run_suite
-from molaplace_lab.store import Store
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
 from molaplace_lab.training import member_seeds
 from tests.closeness import assert_close

@@ -13,7 +13,7 @@ import pytest
 from molaplace.errors import StorageError
 from molaplace_lab.__main__ import main
 from molaplace_lab.files import write_json
-from molaplace_lab.record import Record
+from molaplace_lab.records import Record
 from molaplace_lab.report.reading import read_suites
 from tests.made_up_results import QUALITY, make_store
 

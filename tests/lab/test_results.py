@@ -21,7 +21,7 @@ from molaplace_lab.activations import open_networks
 from molaplace_lab.comparisons import COMPARISONS, methods_of
 from molaplace_lab.data.catalogue import load_images
 from molaplace_lab.networks import find_networks
-from molaplace_lab.store import Store
+from molaplace_lab.records import Store
 from molaplace_lab.suites.image_sources import split_validation
 from molaplace_lab.suites.registry import find_suite
 from tests.conftest import require_shared

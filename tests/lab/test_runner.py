@@ -20,9 +20,8 @@ from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.comparisons import methods_of
 from molaplace_lab.methods import LastLayerMethod
 from molaplace_lab.networks import Training, check_networks, find_networks, train_networks
-from molaplace_lab.record import Record
+from molaplace_lab.records import Record, Store
 from molaplace_lab.runner import Plan, run_suite
-from molaplace_lab.store import Store
 from molaplace_lab.suite import DataOptions, Suite, TrainingData
 from molaplace_lab.suites.image_sources import image_source
 from molaplace_lab.training import Recipe

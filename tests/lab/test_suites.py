@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from molaplace_lab.__main__ import main
 from molaplace_lab.commands import app
 from molaplace_lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
-from molaplace_lab.store import Store
+from molaplace_lab.records import Store
 from molaplace_lab.suite import DataOptions
 from molaplace_lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from tests.lab.test_datasets import colour, records, write_idx

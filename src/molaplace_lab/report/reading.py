@@ -14,9 +14,8 @@ import numpy as np
 from molaplace.errors import StorageError
 from molaplace.evaluation import Pictures, Role, SetInfo
 from molaplace.options import one_of
-from molaplace_lab.record import Record
+from molaplace_lab.records import COST, SUITE, Record, Store
 from molaplace_lab.report.runs import Numbers
-from molaplace_lab.store import COST, SUITE, Store
 
 MAIN = "main"
 """Name of the group that contains the methods compared by a suite; all other groups are ablations."""

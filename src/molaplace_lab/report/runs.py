@@ -16,7 +16,7 @@ from molaplace.evaluation import CLEAR, Estimate, SetInfo
 from molaplace.metrics import least_area_under_risk_coverage
 from molaplace.report.numbers import Quantity, estimates_of
 from molaplace.report.tables import Column, Number, Table, make_table, quantity_table
-from molaplace_lab.record import Record
+from molaplace_lab.records import Record
 
 TIE_OF_RUNS = 1e-9
 """Tolerance for ties: two methods tie if both their difference and its standard error are below this value."""

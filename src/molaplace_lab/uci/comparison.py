@@ -24,8 +24,7 @@ from molaplace.errors import MolaWarning, StorageError
 from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Gaussian
 from molaplace.metrics import auroc
-from molaplace.saving.schema import check
-from molaplace_lab.files import read_json, write_json
+from molaplace_lab.files import read_document, write_json
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
 from molaplace_lab.training import DivergedError, Recipe, Shuffled, train_mlps
@@ -59,17 +58,6 @@ UCI_METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", 
 
 GAP_METHODS = UCI_METHODS[:-1]
 
-SCHEMA = {
-    "format": str,
-    "version": int,
-    "set": str,
-    "split": str,
-    "settings": {},
-    "data": str,
-    "methods": {str: {str: float}},
-    "environment": {},
-}
-
 
 def run_uci(
     data: Path,
@@ -100,7 +88,7 @@ def run_uci(
             path = results / "uci" / name / f"{label}.json"
             settings = _settings(uci_set, methods)
             if not fresh and path.exists():
-                record = _read(path)
+                record = read_document(path, FORMAT, VERSION)
                 if record["settings"] == settings and record["data"] == uci_set.checksum:
                     continue
             seed = int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
@@ -131,23 +119,10 @@ def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = read_json(path)
-        check(document, SCHEMA, "")
-        if (document["format"], document["version"]) != (FORMAT, VERSION):
-            raise StorageError(f"expected format {FORMAT} {VERSION}.")
-    except (ValueError, StorageError) as error:
-        raise StorageError(
-            f"{path}: {error} Delete this file and run the command again; the other records are kept."
-        ) from error
-    return document
-
-
 def read_records(results: str | Path) -> list[dict[str, Any]]:
     """Read all UCI records in a results folder."""
     folder = Path(results) / "uci"
-    records = [_read(path) for path in sorted(folder.glob("*/*.json"))]
+    records = [read_document(path, FORMAT, VERSION) for path in sorted(folder.glob("*/*.json"))]
     if not records:
         raise StorageError(
             f"{folder} contains no records. Create records with: python -m molaplace_lab bench uci --data DIR"
