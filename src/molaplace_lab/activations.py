@@ -24,6 +24,7 @@ from molaplace.progress import Progress
 from molaplace.saving.weights import load_weights
 from molaplace_lab.activations_file import StoredActivations, write_rows
 from molaplace_lab.checksums import network_checksum
+from molaplace_lab.models import fast_network
 from molaplace_lab.suite import Source
 
 SLICE = 1024
@@ -31,22 +32,6 @@ SLICE = 1024
 
 LOADED = 8
 """Maximum number of networks kept in memory at once."""
-
-
-def fast_inputs(inputs: Tensor) -> Tensor:
-    """Return the inputs in the fastest memory layout: channels last for colour images, unchanged otherwise."""
-    return inputs.contiguous(memory_format=torch.channels_last) if _has_colours(inputs) else inputs
-
-
-def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
-    """Convert a network to the fastest memory layout for the given inputs, and return it."""
-    if _has_colours(inputs):
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return network
-
-
-def _has_colours(inputs: Tensor) -> bool:
-    return inputs.dim() == 4 and inputs.shape[1] > 1
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from molaplace_lab.long_methods import MimoHeads, SwagMixture, WholeNetworks
 from molaplace_lab.methods import RULES, WEIGHTS, LastLayerMethod, Method
+from molaplace_lab.mimo import MimoHeads
 from molaplace_lab.suite import Budget
+from molaplace_lab.swag import SwagMixture
+from molaplace_lab.whole import WholeNetworks
 
 SWEEP = 10
 """Size of the largest mixture in the comparison of mixture sizes."""

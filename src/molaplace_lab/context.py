@@ -11,14 +11,18 @@ from torch import Tensor
 
 from molaplace.evaluation import outlier_scores
 from molaplace.uncertainty import entropy
-from molaplace_lab.activations import ActivationCache, Network, fast_inputs
+from molaplace_lab.activations import ActivationCache, Network
 from molaplace_lab.activations_file import BATCH, StoredActivations, TensorFile, write_rows
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import BatchPrediction
+from molaplace_lab.models import fast_inputs
 from molaplace_lab.suite import Source, Suite, TrainingData
 
 Predictor = Callable[[Tensor], Tensor]
 """Function that maps a batch of inputs to the class probabilities (n, C) predicted by one draw or one ensemble member."""
+
+RESUMED = "the fit time covers only this command, not any earlier training that it resumed."
+"""Note in the records of methods that are trained or fitted on whole networks, and that store what they computed."""
 
 CHUNK = 64 * BATCH
 """Number of examples whose predictions are read at once."""

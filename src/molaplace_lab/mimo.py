@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +30,21 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from molaplace.errors import DataError, OptionError
 from molaplace.network import state_checksum
+from molaplace.progress import no_progress
+from molaplace_lab.activations import Network
+from molaplace_lab.activations_file import StoredActivations
+from molaplace_lab.checksums import network_checksum
+from molaplace_lab.context import RESUMED, Context
+from molaplace_lab.methods import FittedMethod, LastLayerMethod
+from molaplace_lab.models import fast_network
+from molaplace_lab.suite import MimoBudget, TrainingData
 from molaplace_lab.training import (
     RECIPES,
+    Recipe,
     Shuffled,
     TrainingCheckpoint,
     derived_seeds,
+    member_seeds,
     remaining_epochs,
     train_epoch,
 )
@@ -263,3 +277,89 @@ def train_mimo(
         train_epoch(network, loader, optimiser_of_network, loss_of, place, schedule=schedule, seed=seeds[epoch])
     network.eval()
     return mimo
+
+
+# --- in suites
+
+
+def stored_mimo(
+    build: Callable[[], nn.Module],
+    training: TrainingData,
+    recipe: Recipe,
+    budget: MimoBudget,
+    seed: int,
+    folder: Path | None,
+    device: str = "cpu",
+) -> Mimo:
+    """Train the MIMO version of an architecture with the suite's recipe, or resume from a checkpoint."""
+    example = training.example()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = build().to(device, example.dtype)
+    mimo = Mimo(network, budget.members, example=example, seed=seed)
+    fast_network(mimo, example)
+    return train_mimo(
+        mimo,
+        training.batches(recipe.batch_size),
+        epochs=budget.epochs,
+        batch_repetition=budget.batch_repetition,
+        optimiser=recipe.make_optimiser,
+        seed=seed,
+        checkpoint=None if folder is None else folder / "training.safetensors",
+        progress=False,
+    )
+
+
+@dataclass(frozen=True)
+class MimoHeads:
+    """A last-layer method applied to the heads of a MIMO network: either MIMO itself or MIMO-MoLA.
+
+    The network is trained specifically for this method.
+    """
+
+    method: LastLayerMethod
+    budget: MimoBudget
+    components: int | None = 0
+    """Number of the suite's networks that the method uses: always 0, because it trains a MIMO network of its own."""
+
+    @property
+    def name(self) -> str:
+        """Name of the method."""
+        return self.method.name
+
+    @property
+    def group(self) -> str:
+        """Group of the method."""
+        return self.method.group
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
+
+    def fit(self, context: Context) -> FittedMethod:
+        """Train the network or resume its training, and then fit the method to the network's heads."""
+        start = time.perf_counter()
+        recipe = context.suite.recipe
+        activations = context.activations
+        seed = member_seeds(context.run + 1, 0)[context.run]
+        identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), seed)
+        mimo = stored_mimo(
+            context.networks[0].build,
+            context.training(),
+            recipe,
+            self.budget,
+            seed,
+            context.folder("mimo", *identity),
+            context.device,
+        )
+        seconds = time.perf_counter() - start
+        key = network_checksum(mimo, context.network)
+        heads = [Network(None, partial(mimo.networks.__getitem__, k), f"{key}-{k}") for k in range(self.budget.members)]
+
+        def read(name: str) -> StoredActivations:
+            activations.compute(heads, [context.sources[name]], no_progress)
+            return activations.read(heads, context.sources[name])
+
+        fitted = self.method.fit(replace(context, read=read))
+        notes = [*fitted.chosen.get("notes", []), RESUMED]
+        return replace(fitted, chosen={**fitted.chosen, "notes": notes}, seconds=seconds + fitted.seconds)

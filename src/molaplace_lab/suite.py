@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from molaplace.demo import LabelledData
@@ -17,6 +18,7 @@ from molaplace.imported import import_builder
 from molaplace.options import one_of
 from molaplace_lab.checksums import checksum
 from molaplace_lab.measures import Measure
+from molaplace_lab.models import fast_inputs
 from molaplace_lab.training import Loader, Recipe, Shuffled
 
 
@@ -176,6 +178,15 @@ class TrainingData:
     """Function that divides the data into the batches of an epoch, in random order."""
     describe: Callable[[nn.Module], dict[str, Any]] = lambda network: {}
     """Function that returns facts about a trained network, as JSON values, to store with its weights."""
+
+    def batches(self, batch_size: int, images: int | None = None) -> Shuffled:
+        """Return the data in random order, prepared and in the fastest memory layout; each pass has at most `images` inputs."""
+        return Shuffled(self.data, batch_size, lambda inputs: fast_inputs(self.prepare(inputs)), images)
+
+    def example(self) -> Tensor:
+        """Return two prepared inputs, without changing torch's random state."""
+        with torch.random.fork_rng(devices=[]):
+            return self.prepare(self.data.inputs[:2])
 
 
 @dataclass(frozen=True)

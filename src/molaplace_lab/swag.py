@@ -13,8 +13,10 @@ MultiSWAG (Wilson and Izmailov, 2020) is `mola.ensemble` of the draws from sever
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ from tqdm.auto import tqdm
 from molaplace.errors import OptionError
 from molaplace.network import state_checksum
 from molaplace.options import one_of
+from molaplace_lab.activations import Network
+from molaplace_lab.context import RESUMED, Context, Predictor, StoredPrediction
+from molaplace_lab.files import read_tensors, write_tensors
+from molaplace_lab.methods import FittedMethod
+from molaplace_lab.models import fast_network
+from molaplace_lab.suite import SwagBudget, TrainingData
 from molaplace_lab.training import (
     LOSSES,
     Loader,
@@ -265,3 +273,72 @@ def recompute_statistics(network: nn.Module, loader: Loader) -> None:
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     network.eval()
+
+
+# --- in suites
+
+
+def stored_draws(
+    network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
+) -> list[nn.Module]:
+    """Fit SWAG to a network of a suite, or resume an interrupted fit, and return the drawn networks, which are stored in `folder`.
+
+    The seed is derived from the network, so all runs share the result.
+    """
+    model = fast_network(network.load().to(device), training.example())
+    draws_path = None if folder is None else folder / "draws.safetensors"
+    if draws_path is not None and draws_path.exists():
+        return _read_draws(model, draws_path, budget.samples)
+    draws = fit_swag(
+        model,
+        training.batches(budget.batch_size, budget.images),
+        learning_rate=budget.learning_rate,
+        epochs=budget.snapshots,
+        rank=budget.snapshots,
+        samples=budget.samples,
+        seed=int(network.checksum, 16) % 2**31,
+        checkpoint=None if folder is None else folder / "training.safetensors",
+        progress=False,
+    )
+    if draws_path is not None:
+        states = [draw.state_dict() for draw in draws]
+        stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        write_tensors(draws_path, stacked, {})
+    return draws
+
+
+def _read_draws(model: nn.Module, path: Path, samples: int) -> list[nn.Module]:
+    tensors, _ = read_tensors(path)
+    draws = [copy.deepcopy(model) for _ in range(samples)]
+    for index, draw in enumerate(draws):
+        draw.load_state_dict({name: stacked[index] for name, stacked in tensors.items()})
+    return draws
+
+
+@dataclass(frozen=True)
+class SwagMixture:
+    """SWAG for one network, or MultiSWAG (a mixture of SWAGs) for several networks."""
+
+    name: str
+    budget: SwagBudget
+    components: int | None = None
+    group: str = "main"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {"weights": "uniform", "swag": asdict(self.budget)}
+
+    def fit(self, context: Context) -> FittedMethod:
+        """Fit SWAG for every network, or resume an interrupted fit."""
+        start = time.perf_counter()
+        predictors: dict[str, list[Predictor]] = {}
+        for network in context.networks[: self.components]:
+            folder = context.folder("swag", network.checksum, asdict(self.budget))
+            draws = stored_draws(network, context.training(), self.budget, folder, context.device)
+            predictors[folder.name] = [partial(class_probabilities, draw) for draw in draws]
+        return FittedMethod(
+            lambda name: context.predictions(name, predictors),
+            lambda members, _: StoredPrediction.mean(members).with_scores(len(members) * self.budget.samples),
+            {"notes": [RESUMED]},
+            time.perf_counter() - start,
+        )

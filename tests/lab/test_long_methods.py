@@ -11,11 +11,12 @@ from molaplace.metrics import auroc, negative_log_likelihood
 from molaplace.saving.weights import save_weights
 from molaplace_lab.activations import ActivationCache, open_networks
 from molaplace_lab.cost import measure_cost
-from molaplace_lab.long_methods import fit_mimo, fit_swag
+from molaplace_lab.mimo import stored_mimo
 from molaplace_lab.networks import Training, find_networks, train_networks
 from molaplace_lab.records import Store
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
+from molaplace_lab.swag import stored_draws
 from molaplace_lab.training import member_seeds
 from tests.closeness import assert_close
 from tests.lab.test_runner import CLASSES, SUITE, build, sources
@@ -61,8 +62,8 @@ def nll(plan, predictor, name="test"):
 def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
-    swags = [fit_swag(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
-    mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, member_seeds(2, 0)[1], None)
+    swags = [stored_draws(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
+    mimo = stored_mimo(build, training, SUITE.recipe, BUDGET.mimo, member_seeds(2, 0)[1], None)
     test, strange, train, val = (list(plan.sources[name].open()) for name in ("test", "strange", "train", "validation"))
     posterior = mola.fit(mimo.networks, train, val, rule="threshold", structure="full", progress=False)
     predictors = {

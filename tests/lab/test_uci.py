@@ -87,7 +87,7 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     assert gap_table(records).count("| yacht | 3 |") == 5
     damaged = next(iter(times))
     damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")
-    with pytest.raises(StorageError, match="Delete this file"):
+    with pytest.raises(StorageError, match="Delete it"):
         read_records(tmp_path / "results")
 
 
