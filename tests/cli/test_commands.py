@@ -135,8 +135,6 @@ def test_the_process_itself_ends_with_these_codes(workspace, posterior, tmp_path
         "predict",
         posterior,
         tmp_path / "images",
-        "--threads",
-        "1",
         "--trust",
     ]
     outcome = subprocess.run(

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import molaplace as mola
 from molaplace.cli import app
-from molaplace.cli.progress import showing_progress
+from molaplace.cli.terminal import showing_progress
 from tests.forked_python import run_python
 
 

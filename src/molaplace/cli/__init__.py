@@ -117,10 +117,6 @@ def _run(function: Any, kind: type, declared: list[click.Parameter], values: dic
         if context.get_parameter_source(str(parameter.name)) == ParameterSource.DEFAULT_MAP:
             names = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
             require_trust(names, values["config"], label(parameter), trust=values.get("trust", False))
-    if values.get("threads") is not None:
-        import torch
-
-        torch.set_num_threads(values["threads"])
     try:
         function(kind(**values))
     except MolaError as error:

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.options import option
-from molaplace.cli.progress import showing_progress
-from molaplace.cli.shared import check_report_folder
+from molaplace.cli.options import check_report_folder, option
+from molaplace.cli.terminal import showing_progress
 from molaplace.demo.report import demo_headlines, demo_tables, write_demo
 from molaplace.demo.run import DEMO_METHODS, DemoSettings, run_demo
 from molaplace.progress import part

@@ -18,12 +18,9 @@ from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
 from molaplace.cli.folder import PosteriorFolder, open_posterior
-from molaplace.cli.job import RUN
 from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
-from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
-from molaplace.cli.options import option, write_run
-from molaplace.cli.progress import showing_progress
-from molaplace.cli.shared import check_report_folder, finish
+from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, check_report_folder, option, write_run
+from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team, join
 from molaplace.errors import DataError, OptionError, warn
 from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare
@@ -61,7 +58,6 @@ class EvaluateOptions(PosteriorOptions, RunOptions):
         shown="validation data of the fit",
     )
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-    seed: int = option(0, "Random seed for your own code", panel=RUN, minimum=0)
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -80,7 +76,6 @@ def evaluate(options: EvaluateOptions) -> None:
 
     output = options.output
     check_report_folder(output)
-    torch.manual_seed(options.seed)
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)

@@ -11,10 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.job import RUN
-from molaplace.cli.option_groups import PosteriorOptions
-from molaplace.cli.options import option
-from molaplace.cli.progress import showing_progress
+from molaplace.cli.options import RUN, PosteriorOptions, option
+from molaplace.cli.terminal import showing_progress
 from molaplace.errors import OptionError
 
 

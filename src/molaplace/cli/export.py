@@ -16,14 +16,13 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.option_groups import DecisionOptions, PosteriorOptions, RunOptions
-from molaplace.cli.options import check_writable, option, write_run
-from molaplace.cli.progress import showing_progress
+from molaplace.cli.options import DecisionOptions, PosteriorOptions, RunOptions, check_writable, option, write_run
+from molaplace.cli.terminal import showing_progress
 from molaplace.errors import OptionError
 from molaplace.export import Pixels, Written
 
 
-def _parse_names(value: str | list[str]) -> tuple[str, ...]:
+def _parse_names(value: Any) -> tuple[str, ...]:
     return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 

@@ -29,12 +29,10 @@ from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
 from molaplace.cli.info import print_information
-from molaplace.cli.job import NAME, RUN, WEIGHTINGS, Job
+from molaplace.cli.job import NAME, WEIGHTINGS, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
-from molaplace.cli.option_groups import RunOptions
-from molaplace.cli.options import as_document, option, to_toml
-from molaplace.cli.progress import showing_progress
-from molaplace.cli.shared import finish
+from molaplace.cli.options import RUN, RunOptions, as_document, option, to_toml
+from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team
 from molaplace.errors import DataError, MolaWarning, OptionError, warn
 from molaplace.evaluation import PredictionColumns, measured

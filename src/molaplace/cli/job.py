@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from molaplace.cli.options import option, read_options
+import click
+
+from molaplace.cli.options import RUN, option, read_options
 from molaplace.errors import OptionError
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
 from molaplace.links import LINKS
@@ -31,7 +33,6 @@ WEIGHTINGS = ("uniform", "evidence", "stacking")
 PREPARATION = "Preparation of images"
 METHOD = "Method"
 OTHER = "Regression and dense outputs"
-RUN = "Run"
 """Headings in the help text."""
 
 
@@ -40,37 +41,40 @@ def parse_numbers(value: Any) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in _joined(value, ",").split(","))
     except ValueError as error:
-        raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
+        raise _invalid("numbers separated by commas, such as 0.5,0.5,0.5", value) from error
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
     """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
     sides = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
     if sides is None:
-        raise ValueError("a length in pixels, or a height and width such as 224x160")
+        raise _invalid("a length in pixels, or a height and width such as 224x160", value)
     return int(sides[1]) if sides[2] is None else (int(sides[1]), int(sides[2]))
 
 
 def _joined(value: Any, separator: str) -> str:
     # Return a value from a run file in the form used on the command line.
-    return separator.join(map(str, value)) if isinstance(value, list) else str(value)
+    return separator.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _invalid(expected: str, value: Any) -> click.BadParameter:
+    return click.BadParameter(f"expected {expected}; got {value!r}.")
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:
     """Return the number of classes, or the class names read from a list, a comma-separated string or the lines of a file."""
-    expected = "a number, two or more different names separated by commas, or a file with one name on each line"
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
         return int(value)
+    entries = value
     if isinstance(value, str):
         try:
-            value = Path(value).read_text(encoding="utf-8").splitlines()
+            entries = Path(value).read_text(encoding="utf-8").splitlines()
         except OSError:  # the file does not exist, or the string is too long for a file name
-            value = value.split(",")
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(expected)
-    names = tuple(name.strip() for name in value if name.strip())
+            entries = value.split(",")
+    names = tuple(name.strip() for name in entries if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
-        raise ValueError(expected)
+        expected = "a number, two or more different names separated by commas, or a file with one name on each line"
+        raise _invalid(expected, value)
     return names
 
 

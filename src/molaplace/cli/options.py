@@ -15,7 +15,7 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -25,7 +25,12 @@ import click
 from molaplace import __version__
 from molaplace.errors import OptionError
 from molaplace.imported import is_path
-from molaplace.options import one_of
+from molaplace.options import listed, one_of
+
+RUN = "Run"
+MORE = "More options"
+DECISIONS = "Decisions, calibrated on the validation data"
+"""Headings in the help text."""
 
 NAMES = ("mlp",)
 """Names of networks that could be names of files."""
@@ -54,8 +59,8 @@ def option(
         argument: whether the value is given without a flag.
         panel: heading under which the help lists the option. Common options have no heading and come first.
         shown: text that the help shows instead of the default value.
-        parse: function that converts the text from the command line, or a list from a run file. If it raises `ValueError`, the message
-            describes the expected value.
+        parse: function that converts the text from the command line, or a list from a run file. It returns converted values
+            unchanged, and raises `click.BadParameter` for invalid values.
         minimum: least value.
         maximum: largest value.
         is_path: whether values may be paths.
@@ -63,24 +68,6 @@ def option(
     """
     settings = {name: value for name, value in locals().items() if name != "default"}
     return field(default=default, metadata=settings)
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """A type of values that a function converts from text, or from a list in a run file."""
-
-    name = "text"
-
-    def __init__(self, parse: Callable[[Any], Any]) -> None:
-        self.parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the converted value; values of other types have been converted before."""
-        if not isinstance(value, (str, list)):
-            return value
-        try:
-            return self.parse(value)
-        except ValueError as error:
-            self.fail(f"expected {error}; got {value!r}.", param, ctx)
 
 
 def parameters(kind: type) -> list[click.Parameter]:
@@ -100,7 +87,7 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
     settings = declared.metadata
     required = declared.default is MISSING
     several = kind is tuple and settings["parse"] is None
-    common: dict[str, Any] = {"type": _click_type(kind, settings)}
+    common: dict[str, Any] = {"type": _click_type(kind, settings), "metavar": "TEXT" if settings["parse"] else None}
     common |= {"required": True} if required else {"default": declared.default}
     if settings["argument"]:
         parameter: click.Parameter = click.Argument([declared.name], nargs=-1 if several else 1, **common)
@@ -117,7 +104,7 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
 
 def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
     if settings["parse"] is not None:
-        return Parsed(settings["parse"])
+        return settings["parse"]
     if settings["minimum"] is not None:
         return click.IntRange(settings["minimum"], settings["maximum"])
     return click.STRING if kind is tuple else kind
@@ -126,6 +113,54 @@ def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
 def label(parameter: click.Parameter) -> str:
     """Return the name of a parameter on the command line, such as "--rule" or "WEIGHTS"."""
     return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+
+
+# --- options of several commands -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options for commands that run long computations, and write a summary and a run file."""
+
+    quiet: bool = option(False, "Print nothing", panel=RUN, stored=False)
+    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, stored=False)
+    config: Path | None = option(
+        None, "TOML file with the options of an earlier run; flags override it", panel=RUN, stored=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorOptions:
+    """Options for commands that open a posterior's folder."""
+
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
+    network: tuple[str, ...] = option(
+        (), "Networks, named as in `molaplace fit`", panel=MORE, shown="the networks named in the folder"
+    )
+    trust: bool = option(
+        False, "Trust the folder: import and run the functions that it names", panel=MORE, stored=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionOptions:
+    """Options for commands that make calibrated decisions."""
+
+    false_alarm_rate: float | None = option(
+        None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
+    )
+    error_rate: float | None = option(None, "Selective prediction: maximum fraction of wrong answers", panel=DECISIONS)
+    certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
+    coverage: float | None = option(
+        None,
+        "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",
+        panel=DECISIONS,
+    )
+
+    def rates(self) -> dict[str, Any]:
+        """Return the arguments for `molaplace.cli.decisions.make_decisions`."""
+        names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
+        return {name: getattr(self, name) for name in names}
 
 
 # --- run files ----------------------------------------------------------------------------------------------------------
@@ -243,3 +278,10 @@ def check_writable(path: Path) -> None:
         raise OptionError(
             f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
         ) from error
+
+
+def check_report_folder(output: Path) -> None:
+    """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
+    names = contents(output, "report")
+    if set(names) - {"figures"} and "index.html" not in names:
+        raise OptionError(f"{output} contains other files ({listed(names, 3)}) but no report. Choose another --output.")

@@ -20,11 +20,9 @@ from rich.markup import escape
 from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.option_groups import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions
-from molaplace.cli.options import option, write_run
+from molaplace.cli.options import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions, option, write_run
 from molaplace.cli.prediction_table import PredictionTable
-from molaplace.cli.progress import showing_progress
-from molaplace.cli.shared import finish
+from molaplace.cli.terminal import finish, showing_progress
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
