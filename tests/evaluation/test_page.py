@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from molaplace.evaluation import Comparison, Lead, MethodResult, SetInfo
 from molaplace.report.comparison_tables import evaluation_tables
-from molaplace.report.page import evaluation_page
+from molaplace.report.writing import evaluation_page
 from tests.made_up_results import SPREAD, record
 from tests.pages import Page
 

@@ -19,12 +19,11 @@ from molaplace.report.comparison_tables import comparison_table, outlier_tables,
 from molaplace.report.curves import DOTTED, LONG_DASHES, Line, Panel, draw_against_level, draw_panels, draw_reliability
 from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
-from molaplace.report.page import page_environment, render_page
 from molaplace.report.pictures import draw_examples, example_sets
 from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Table, columns_on
 from molaplace.report.words import evaluation_remarks
-from molaplace.report.writing import as_json, draw_figures, write_texts, writing_to
+from molaplace.report.writing import as_json, draw_figures, page_environment, render_page, write_texts, writing_to
 
 ROTATED = with_digits({"accuracy": 1, "nll": 2, "ece": 1})
 """Metrics in the table of rotated digits."""

@@ -1,22 +1,29 @@
-"""Functions that write reports to disk: the page, the figures, the tables and the numbers."""
+"""Reports on disk: HTML pages from the templates in this package, figures, tables and numbers.
+
+Styles and figures are inlined, so pages load no other files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from molaplace.errors import OptionError
 from molaplace.evaluation import Comparison
+from molaplace.options import counted
 from molaplace.progress import Progress, no_progress
 from molaplace.report import words
 from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.figures import evaluation_figures
-from molaplace.report.page import evaluation_page
-from molaplace.report.style import Drawn, Planned, render
-from molaplace.report.tables import as_markdown
+from molaplace.report.style import INK, Drawn, Planned, render, strokes
+from molaplace.report.tables import as_html, as_markdown
 
 
 def write_evaluation(
@@ -30,9 +37,8 @@ def write_evaluation(
     with writing_to(directory):
         figures = draw_figures(evaluation_figures(comparison), directory, progress)
         page = evaluation_page(comparison, list(figures.values()))
-        return write_texts(
-            {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}, directory
-        )
+        texts = {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}
+        return write_texts(texts, directory)
 
 
 def draw_figures(figures: Mapping[str, Planned], directory: Path, progress: Progress) -> dict[str, Drawn]:
@@ -69,3 +75,58 @@ def writing_to(directory: Path) -> Iterator[None]:
         raise OptionError(
             f"cannot write the report to {directory} ({error.strerror}): free some disk space or choose another output folder."
         ) from error
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
+    """Return the HTML page for a comparison on the user's data."""
+    return render_page(
+        "evaluation",
+        comparison=comparison,
+        outliers=len(comparison.of_role("outlier")),
+        findings=words.evaluation_findings(comparison),
+        tables=evaluation_tables(comparison),
+        detail=detail_table(comparison),
+        figures=figures,
+        described=words.REGRESSION_DESCRIPTIONS if comparison.regression else words.DESCRIPTIONS,
+        remarks=words.evaluation_remarks(comparison),
+    )
+
+
+def render_page(template: str, environment: Environment | None = None, **context: object) -> str:
+    """Return a page rendered from the template `<template>.html.jinja` of the environment (by default, `page_environment()`)."""
+    environment = page_environment() if environment is None else environment
+    return environment.get_template(f"{template}.html.jinja").render(context)
+
+
+def page_environment(*loaders: BaseLoader) -> Environment:
+    """Return an environment with this package's templates and, before them, those of the given loaders."""
+    environment = Environment(
+        loader=ChoiceLoader([*loaders, PackageLoader("molaplace.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"strokes": strokes, "DESCRIPTIONS": words.DESCRIPTIONS}
+    environment.filters |= {"as_html": as_html, "duration": _duration, "inline_svg": _inline_svg, "prose": _prose}
+    return environment
+
+
+def _prose(text: str) -> Markup:
+    # Text in backticks becomes a code element.
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _duration(seconds: float) -> str:
+    return counted(round(seconds), "second") if seconds >= 1 else "less than a second"
+
+
+def _inline_svg(svg: str, label: str) -> Markup:
+    # The page sets the size and the text colour; the label is for screen readers.
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r'\s(?:width|height|xmlns(?::\w+)?|version)="[^"]*"', "", opening)
+    return Markup(f'{opening} role="img" aria-label="{escape(label)}">{rest}'.replace(INK, "currentColor"))

@@ -11,11 +11,10 @@ from jinja2 import PackageLoader
 
 import molaplace as mola
 from molaplace.progress import Progress, no_progress
-from molaplace.report.page import page_environment, render_page
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
 from molaplace.report.words import DESCRIPTIONS
-from molaplace.report.writing import draw_figures, write_texts, writing_to
+from molaplace.report.writing import draw_figures, page_environment, render_page, write_texts, writing_to
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import LEADS
