@@ -13,7 +13,7 @@ from torch import Tensor
 
 from molaplace.errors import StorageError
 from molaplace.saving.files import partial_file, write_atomically
-from molaplace.saving.schema import SEAL, check_seal, parse, sealed
+from molaplace.saving.schema import check_seal, sealed
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
@@ -35,34 +35,28 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document with a checksum of its content. One line per entry keeps files small and diffs readable."""
     entries = sealed(document).items()
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in entries]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a document written by `write_json`; raise `StorageError` if it is damaged or was changed."""
-    try:
-        document = parse(path.read_bytes(), path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error}).") from error
-    if not isinstance(document, dict):
-        raise StorageError(f"{path} is not a JSON object.")
-    if SEAL in document:  # documents of other programs have no checksum
-        check_seal(document, path)
-    return document
-
-
 def read_document(path: Path, kind: str, version: int) -> dict[str, Any]:
-    """Read a record of the laboratory; raise `StorageError` if it is damaged, or if its format is not `kind` in this version."""
+    """Read a document written by `write_document`.
+
+    Raises:
+        StorageError: the file is damaged or was changed, or its format is not `kind` in this version.
+    """
     try:
-        document = read_json(path)
-        if document.get("format") != kind or SEAL not in document:
-            raise StorageError(f"{path} is not a record: expected the format {kind!r} and a checksum.")
-        if document.get("version") != version:
-            raise StorageError(f"{path} has the version {document.get('version')!r}; expected version {version}.")
-    except StorageError as error:
-        raise StorageError(f"{error} Delete it and run the command again. The other records are kept.") from error
+        document = json.loads(path.read_bytes())
+        check_seal(document, path)
+        if (document["format"], document["version"]) != (kind, version):
+            raise StorageError(
+                f"{path} has the format {document['format']!r} {document['version']}; expected {kind!r} {version}."
+            )
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise StorageError(
+            f"{path} cannot be read ({error}). Delete it and run the command again. The other records are kept."
+        ) from error
     return document

@@ -19,7 +19,7 @@ from typing import Any
 
 from molaplace.errors import StorageError
 from molaplace.evaluation import Examples, LabelledResult, OutlierResult
-from molaplace_lab.files import read_document, write_json
+from molaplace_lab.files import read_document, write_document
 
 FORMAT = "mola-bench"
 VERSION = 1
@@ -105,7 +105,7 @@ class Store:
     def write(self, record: Record) -> Path:
         """Write a record, replacing any existing record of the same suite, method and run."""
         path = self.path(record.suite, record.method, record.run)
-        write_json(path, record.to_json())
+        write_document(path, record.to_json())
         return path
 
     def read(self, suite: str, method: str, run: int) -> Record | None:
@@ -129,7 +129,7 @@ class Store:
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
         """Write `suite.json` or `cost.json`."""
         path = self.directory / suite / name
-        write_json(path, {"format": FORMAT, "version": VERSION, **document})
+        write_document(path, {"format": FORMAT, "version": VERSION, **document})
         return path
 
     def read_document(self, suite: str, name: str) -> dict[str, Any] | None:

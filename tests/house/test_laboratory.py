@@ -15,17 +15,6 @@ SOURCES = sorted((ROOT / "src" / "molaplace_lab").rglob("*.py"))
 REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
 DOCUMENTED = set(re.findall(r"^::: (molaplace[\w.]*)", REFERENCE, re.M))
 
-SHARED = {
-    "molaplace.errors": "warnings, and imports of optional packages",
-    "molaplace.options": "checks of names",
-    "molaplace.saving": "atomic files, checks of JSON documents, and weight files of other programs",
-    "molaplace.imported": "functions named package.module:function",
-    "molaplace.network": "features and logits of networks",
-    "molaplace.perceptrons": "perceptrons trained side by side",
-    "molaplace.progress": "progress of a part of the work",
-}
-"""Undocumented modules that the laboratory shares with the library's commands, and what it takes from them."""
-
 
 def imports(path):
     """All names that a file imports from the library, in the form module.name."""
@@ -40,10 +29,7 @@ def imports(path):
 
 def is_public(name):
     module, _, last = name.rpartition(".")
-    if name == "molaplace" or (module == "molaplace" and last in mola.__all__):
-        return True
-    shared = any(f"{name}.".startswith(f"{prefix}.") for prefix in SHARED)
-    return shared or name in DOCUMENTED or module in DOCUMENTED
+    return name == "molaplace" or (module == "molaplace" and last in mola.__all__) or bool({name, module} & DOCUMENTED)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)

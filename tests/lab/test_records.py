@@ -12,7 +12,7 @@ import pytest
 
 from molaplace.errors import StorageError
 from molaplace_lab.__main__ import main
-from molaplace_lab.files import write_json
+from molaplace_lab.files import write_document
 from molaplace_lab.records import Record
 from molaplace_lab.report.reading import read_suites
 from tests.made_up_results import QUALITY, make_store
@@ -20,7 +20,7 @@ from tests.made_up_results import QUALITY, make_store
 
 def change(path: Path, **entries):
     """As if the runner had written this."""
-    write_json(path, {**json.loads(path.read_text()), **entries})
+    write_document(path, {**json.loads(path.read_text()), **entries})
 
 
 def damage(path: Path, how: str):

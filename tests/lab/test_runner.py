@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
     path = store.path("blobs", "DE", 0)
     whole = store.read("blobs", "DE", 0)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.warns(mola.errors.MolaWarning, match=r"run-0\.json is not readable JSON.*It will be recomputed"):
+    with pytest.warns(mola.errors.MolaWarning, match=r"run-0\.json cannot be read.*It will be recomputed"):
         run(replace(plan, runs=1), copied)
     assert store.read("blobs", "DE", 0).labelled == whole.labelled
 

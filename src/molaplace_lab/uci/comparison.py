@@ -24,7 +24,7 @@ from molaplace.errors import MolaWarning, StorageError
 from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Gaussian
 from molaplace.metrics import auroc
-from molaplace_lab.files import read_document, write_json
+from molaplace_lab.files import read_document, write_document
 from molaplace_lab.runner import environment
 from molaplace_lab.swag import fit_swag
 from molaplace_lab.training import DivergedError, Recipe, Shuffled, train_mlps
@@ -102,7 +102,7 @@ def run_uci(
                 "methods": compare(uci_set, split, methods, seed=seed),
                 "environment": environment(),
             }
-            write_json(path, document)
+            write_document(path, document)
         progress(name, len(jobs), len(jobs))
     return results / "uci"
 
