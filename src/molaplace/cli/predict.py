@@ -84,7 +84,7 @@ def run_predict(
     team = team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
-    columns = PredictionTable(fitted.output_names, posterior.likelihood, decisions, everything)
+    columns = PredictionTable(fitted.output_names, decisions, everything)
     source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
     skipped = SkippedInputs()
     sums: Counter[str] = Counter()
@@ -143,7 +143,7 @@ def _predicted_batches(
             continue
         for prediction in posterior.predict_batches([as_loader_batch(rows._replace(labels=None))]):
             fields = columns.fields(prediction)
-            content = columns.arrays(fields) if arrays else columns.table(prediction, fields)
+            content = columns.arrays(fields) if arrays else columns.table(fields, prediction.axis)
             yield OutputBatch(without_tensors, content, columns.sums(fields))
 
 

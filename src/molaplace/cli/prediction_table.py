@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from molaplace.cli.decisions import Decisions
 from molaplace.evaluation.columns import INTERVAL
-from molaplace.likelihoods import Likelihood
+from molaplace.prediction import RegressionPrediction
 
-FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
-
-ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer", "set", "prob")
-"""Fields in the order of their columns."""
+SHARED_FIELDS = ("epistemic", "aleatoric", "ood_score", "distance")
 
 AVERAGED = ("confidence", "std", "entropy", "epistemic", "outlying", "answer")
 """Fields whose means the summary contains."""
@@ -37,85 +33,65 @@ class PredictionTable:
 
     names: tuple[str, ...]
     """Names of the classes, labels or targets."""
-    likelihood: Likelihood
     decisions: Decisions
     probabilities: bool = False
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the fields and decisions of a prediction, keyed by name, omitting fields that are None."""
-        fields: dict[str, Tensor | None] = {}
-        if self.likelihood.classification:
-            fields |= {name: getattr(prediction, name) for name in FIELDS}
-        else:
+        """Return the fields and decisions of a prediction, keyed by name in the order of the columns, omitting fields that are None."""
+        if isinstance(prediction, RegressionPrediction):
             intervals = self.decisions.intervals
             lower, upper = prediction.interval(INTERVAL) if intervals is None else intervals(prediction)
-            ends = {"lower": lower, "upper": upper}
-            fields |= {name: ends[name] if name in ends else getattr(prediction, name) for name in REGRESSION_FIELDS}
-        fields |= self.decisions.apply(prediction)
+            fields = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
+        else:
+            fields = {name: getattr(prediction, name) for name in ("label", "confidence", "entropy")}
+        fields |= {name: getattr(prediction, name) for name in SHARED_FIELDS} | self.decisions.apply(prediction)
         if self.probabilities:
             fields["probs"] = prediction.probs
-        return {name: values for name, values in fields.items() if values is not None}
+        return {name: values.cpu() for name, values in fields.items() if values is not None}
 
     def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
         """Return the fields as arrays, with labels as 32-bit integers and Booleans as 8-bit integers."""
-        arrays = {name: np.ascontiguousarray(values.cpu().numpy()) for name, values in fields.items()}
+        arrays = {name: np.ascontiguousarray(values.numpy()) for name, values in fields.items()}
         kinds = {"label": np.int32, "outlying": np.int8, "answer": np.int8, "set": np.int8}
         return {name: values.astype(kinds.get(name, values.dtype), copy=False) for name, values in arrays.items()}
 
-    def table(self, prediction: Any, fields: dict[str, Tensor]) -> Any:
-        """Return a data frame with one row for each input."""
+    def table(self, fields: dict[str, Tensor], axis: int) -> Any:
+        """Return a data frame with one row for each input; `axis` is the axis of the outputs in dense fields."""
+        import pandas
+
+        columns: dict[str, Any] = {}
         if fields["ood_score"].dim() > 1:
-            return self._means_over_positions(fields, prediction.axis)
-        frame = prediction.to_frame()
-        for name in ("lower", "upper"):
-            if name in fields:
-                ends = fields[name].double().cpu().numpy()
-                single = fields[name].shape[1] == 1
-                frame[[name] if single else [f"{name}_{index}" for index in range(len(self.names))]] = ends
-        for name in ("outlying", "answer"):
-            if name in fields:
-                frame[name] = fields[name].cpu().numpy()
-        if "set" in fields:
-            frame["set"] = [[self.names[index] for index in row.nonzero().flatten()] for row in fields["set"]]
-        if self.likelihood.classification:
-            frame["class"] = self._classes(prediction.label)
-        shown = [name for name in frame if self.probabilities or _field(name) != "prob"]
-        return frame[sorted(shown, key=lambda name: ORDER.index(_field(name)))].rename(columns=self._named)
+            columns["positions"] = [fields["ood_score"][0].numel()] * len(fields["ood_score"])
+            fields = self._means_over_positions(fields, axis)
+        for name, values in fields.items():
+            if name == "set":
+                columns[name] = [[self.names[index] for index in row.nonzero().flatten()] for row in values]
+            elif values.dim() == 1 or (values.shape[1] == 1 and name != "probs"):
+                columns[name] = values.flatten().numpy()
+            else:
+                prefix = "prob" if name == "probs" else name
+                columns |= {f"{prefix}_{output}": values[:, index].numpy() for index, output in enumerate(self.names)}
+            if name == "label":
+                columns["class"] = self._classes(values)
+        return pandas.DataFrame(columns)
 
     def _classes(self, label: Tensor) -> list[str]:
-        if self.likelihood.mutually_exclusive:
+        if label.dim() == 1:
             return [self.names[index] for index in label.tolist()]
         return [SEPARATOR.join(self.names[index] for index in row.nonzero().flatten()) for row in label]
 
-    def _named(self, column: str) -> str:
-        field = _field(column)
-        return column if field == column else f"{field}_{self.names[int(column.removeprefix(f'{field}_'))]}"
-
-    def _means_over_positions(self, fields: dict[str, Tensor], axis: int) -> Any:
-        import pandas
-
-        positions = fields["ood_score"][0].numel()
-        table: dict[str, Any] = {"positions": [positions] * len(fields["ood_score"])}
+    def _means_over_positions(self, fields: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
+        # Return means (n,), or (n, D) of fields with a value for each output, and the share of each class or label instead of labels.
+        num_axes = fields["ood_score"].dim()
+        means = {}
         for name, values in fields.items():
-            if name == "label":
-                shares = self._shares(values, axis)
-                table |= {f"share_{output}": shares[:, index] for index, output in enumerate(self.names)}
-            elif (
-                not self.likelihood.classification and values.dim() > fields["ood_score"].dim() and len(self.names) > 1
-            ):
-                means = values.movedim(axis, 1).flatten(2).double().mean(2).numpy()
-                table |= {f"{name}_{output}": means[:, index] for index, output in enumerate(self.names)}
-            elif name != "probs":
-                table[name] = values.flatten(1).double().mean(1).numpy()
-        return pandas.DataFrame(table)
-
-    def _shares(self, label: Tensor, axis: int) -> NDArray[Any]:
-        # Return the fraction of positions (n, C) at which each class or label is predicted.
-        if self.likelihood.mutually_exclusive:
-            label = torch.nn.functional.one_hot(label, len(self.names)).flatten(1, -2)
-        else:
-            label = label.movedim(axis, -1).flatten(1, -2)
-        return label.double().mean(1).numpy()
+            if name == "label" and values.dim() == num_axes:
+                means["share"] = one_hot(values, len(self.names)).flatten(1, -2).double().mean(1)
+            elif values.dim() > num_axes:
+                means["share" if name == "label" else name] = values.movedim(axis, -1).flatten(1, -2).double().mean(1)
+            else:
+                means[name] = values.flatten(1).double().mean(1)
+        return means
 
     def sums(self, fields: dict[str, Tensor]) -> dict[str, Any]:
         """Return the number of inputs ("count") and of positions ("positions"), and the sum of each quantity over all positions.
@@ -130,9 +106,3 @@ class PredictionTable:
         positions = fields["ood_score"].numel()
         sums = {name: float(field.double().mean()) * positions for name, field in values.items()}
         return {"count": len(fields["ood_score"]), "positions": positions, **sums}
-
-
-def _field(column: str) -> str:
-    # Return the field to which a column belongs, such as "prob" for "prob_3".
-    field, _, index = column.rpartition("_")
-    return field if index.isdecimal() else column

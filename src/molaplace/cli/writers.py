@@ -5,7 +5,6 @@ A file gets its final name only when it is complete. After an error or Ctrl-C, n
 
 from __future__ import annotations
 
-import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -57,10 +56,9 @@ def check_output(output: Path, data: str) -> None:
 @contextmanager
 def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
     """Yield a writer for the file type of the output. The file gets its final name only if the block ends without an error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        partial = stack.enter_context(partial_file(output))
-        writer = ArrayWriter(partial, names, stack) if output.suffix == ARRAYS else TableWriter(partial, output, stack)
+    with partial_file(output) as partial, ExitStack() as stack:
+        tables = output.suffix != ARRAYS
+        writer = TableWriter(partial, output.suffix, stack) if tables else ArrayWriter(partial, names, stack)
         yield writer
         writer.finish()
 
@@ -97,13 +95,14 @@ class Writer(ABC):
 class TableWriter(Writer):
     """Writer for tables in CSV, JSON Lines or Parquet format. The cells of unusable inputs are left empty."""
 
-    def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
+    def __init__(self, path: Path, suffix: str, stack: ExitStack) -> None:
         super().__init__()
         self.path = path
         self.stack = stack
+        self.put = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}[suffix]
         self.stream: Any = None
-        kinds = {".csv": self._csv, ".jsonl": self._json_lines, ".parquet": self._parquet}
-        self.put = kinds[output.suffix]
+        if suffix != ".parquet":
+            self.stream = stack.enter_context(path.open("w", newline="", encoding="utf-8"))
 
     def write(self, batch: OutputBatch) -> None:
         """Write the data frame of a batch."""
@@ -117,24 +116,16 @@ class TableWriter(Writer):
         frame.insert(0, "name", pandas.Series(batch.rows.names, dtype=object))
         self.put(frame.assign(error=pandas.Series(batch.rows.errors, dtype=object)))
 
-    def _open(self) -> Any:
-        return self.stack.enter_context(self.path.open("w", newline="", encoding="utf-8"))
-
     def _csv(self, frame: Any) -> None:
-        for name, kind in frame.dtypes.items():
-            if kind == "boolean":
-                frame[name] = frame[name].astype(object).map({True: "true", False: "false"})
+        for name in frame.select_dtypes("boolean"):
+            frame[name] = frame[name].astype(object).map({True: "true", False: "false"})
         if "set" in frame:
             frame["set"] = frame["set"].map("|".join, na_action="ignore")
-        begins = self.stream is None
-        self.stream = self.stream or self._open()
+        begins = self.stream.tell() == 0
         frame.to_csv(self.stream, header=begins, index=False, float_format="%.9g", lineterminator="\n")
 
     def _json_lines(self, frame: Any) -> None:
-        self.stream = self.stream or self._open()
-        for record in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-            plain = {name: value for name, value in record.items() if value is not None}
-            self.stream.write(json.dumps(plain, ensure_ascii=False) + "\n")
+        frame.to_json(self.stream, orient="records", lines=True, force_ascii=False, double_precision=15)
 
     def _parquet(self, frame: Any) -> None:
         import pyarrow
@@ -172,13 +163,13 @@ class ArrayWriter(Writer):
         for name, form in self.first.items():
             values = np.full((len(usable), *form.shape[1:]), -1 if form.dtype.kind == "i" else np.nan, form.dtype)
             if batch.content is not None:
-                found = batch.content[name]
-                if found.shape[1:] != form.shape[1:]:
+                rows = batch.content[name]
+                if rows.shape[1:] != form.shape[1:]:
                     raise DataError(
-                        f"{batch.rows.names[0]} has a map of size {found.shape[1:]}, but earlier inputs have maps of size "
+                        f"{batch.rows.names[0]} has a map of size {rows.shape[1:]}, but earlier inputs have maps of size "
                         f"{form.shape[1:]}. Resize the inputs, or make predictions for each size separately."
                     )
-                values[usable] = found
+                values[usable] = rows
             if name not in self.files:
                 self.files[name] = self.stack.enter_context((self.spool / name).open("wb"))
             self.files[name].write(values.tobytes())
