@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,19 +44,15 @@ class ImageDataset(Dataset):
         indices = range(len(self.paths))
         starts = indices[first * size :: step * size]
         with ThreadPoolExecutor(self.preprocessing.workers) as pool:
-
-            def submit(start: int) -> list[Future[tuple[Tensor | None, str]]]:
-                return [pool.submit(self._decode, index) for index in indices[start : start + size]]
-
-            following = submit(starts[0]) if starts else []
+            following = pool.map(self._decode, indices[first * size : (first + 1) * size])
             try:
                 for start in starts:
-                    current = following
-                    following = submit(start + step * size)
-                    yield self._rows(start, [future.result() for future in current])
+                    decoded = following
+                    after = start + step * size
+                    following = pool.map(self._decode, indices[after : after + size])  # begins immediately
+                    yield self._rows(start, list(decoded))
             finally:
-                for future in following:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _decode(self, index: int) -> tuple[Tensor | None, str]:
         error = self.errors[index]
