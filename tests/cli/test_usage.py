@@ -22,6 +22,7 @@ def test_version():
         ["demo", "--seed", "-1"],
         ["demos"],
         ["fit", "--mean", "a,b"],
+        ["fit", "--structure", "cron"],
     ],
     ids=" ".join,
 )

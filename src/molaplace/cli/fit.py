@@ -1,6 +1,6 @@
 """`molaplace fit`: fit a posterior to the user's networks and data, and write its folder.
 
-First, the data are opened and checked against the networks (`FitData`). The validation data are read before the training data,
+First, the data are opened and checked against the networks (`open_data`). The validation data are read before the training data,
 so that a wrong class order is found early. Finally, the folder is written atomically.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,23 +28,23 @@ from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
 from molaplace.cli.info import print_information
-from molaplace.cli.job import NAME, WEIGHTINGS, Job
+from molaplace.cli.job import NAME, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
 from molaplace.cli.options import RUN, RunOptions, as_document, option, to_toml
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team
-from molaplace.errors import DataError, MolaWarning, OptionError, warn
+from molaplace.errors import DataError, OptionError, collect_warnings, warn
 from molaplace.evaluation import PredictionColumns, measured
-from molaplace.links import LINKS, as_link
+from molaplace.likelihoods import Likelihood
+from molaplace.links import as_link
 from molaplace.network import Head, as_batch, check_positions, find_heads
-from molaplace.options import counted, listed, one_of
+from molaplace.options import counted, listed
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.rules import RULES, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
 from molaplace.saving.files import write_atomically, write_folder
 from molaplace.saving.posterior import pack
-from molaplace.structures import STRUCTURES
 
 
 def check_job(job: Job) -> None:
@@ -57,9 +56,7 @@ def check_job(job: Job) -> None:
     likelihood = job.make_likelihood()
     make_preprocessing(job, Preprocessing(), "float32")
     _positions(job)
-    one_of(job.structure, STRUCTURES, "--structure")
-    as_link(one_of(job.link, LINKS, "--link"), likelihood)
-    one_of(job.mixing, WEIGHTINGS, "--mixing")
+    as_link(job.link, likelihood)
     rule = job.make_rule()
     if job.val is None and (job.mixing == "stacking" or (rule is not None and rule.needs_data)):
         raise OptionError(
@@ -101,16 +98,24 @@ def run_fit(
     for network in built.networks:
         move(network, job.device)
     team = team or Team.single()
-    data = FitData(job, built, progress, team)
+    data = open_data(job, built)
+    skipped = SkippedInputs()
+
+    def loader(source: Dataset, doing: str, start: float, end: float, *, labelled: bool) -> Loader:
+        # Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work.
+        reading = partial(part(progress, start, end), doing)
+        reading(0.0)
+        return Loader(source, skipped, job.strict, labelled, reading, team)
+
     # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
     # which may take hours.
     held_out = None
     if data.val is not None:
-        val = data.loader(data.val, "reading the validation data", 0.05, 0.15)
-        held_out = _read_validation(built.networks, data, val)
+        val = loader(data.val, "reading the validation data", 0.05, 0.15, labelled=True)
+        held_out = _read_validation(built.networks, data, val, job.make_likelihood())
     posterior = mola.fit(
         built.networks,
-        data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
+        loader(data.train, "fitting", 0.15, 0.7, labelled=False),
         structure=job.structure,
         prior_precision=job.prior_precision,
         weights="uniform" if job.mixing == "stacking" else job.mixing,
@@ -124,11 +129,13 @@ def run_fit(
         positions=_positions(job),
         ignore_index=job.ignore_index,
     )
-    posterior = _tune(posterior, job, data, held_out)
+    progress("tuning", 0.7)
+    outliers = None if data.outliers is None else loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
+    posterior = _tune(posterior, job, outliers, held_out, team)
     progress("checking", 0.85)
     validation, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
-    data.skipped = data.skipped.together(team)
-    result = _result(posterior, data, validation)
+    skipped = skipped.together(team)
+    result = _result(posterior, data, validation, len(skipped))
     if team.first:
         _write(posterior, job, output, built.files, result, columns, bundle=bundle)
     progress("done", 1.0)
@@ -137,7 +144,7 @@ def run_fit(
         "result": result,
         "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
         "replaced": replaced,
-        "left_out": data.skipped.left_out,
+        "left_out": skipped.left_out,
     }
 
 
@@ -145,9 +152,9 @@ def _positions(job: Job) -> str | int:
     return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
 
 
-def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader) -> HeldOut:
+def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader, likelihood: Likelihood) -> HeldOut:
     held_out = read_held_out(
-        networks, data.heads, val, data.job.make_likelihood(), where="validation data", labelled=True, team=data.team
+        networks, data.heads, val, likelihood, where="validation data", labelled=True, team=val.team
     )
     try:
         held_out.check_labels()
@@ -160,17 +167,13 @@ def _read_validation(networks: Sequence[nn.Module], data: FitData, val: Loader) 
     return held_out
 
 
-def _tune(posterior: MoLA, job: Job, data: FitData, held_out: HeldOut | None) -> MoLA:
-    outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
+def _tune(posterior: MoLA, job: Job, outliers: Loader | None, held_out: HeldOut | None, team: Team) -> MoLA:
     rule = job.make_rule(outliers)
     if rule is not None:
-        data.progress("tuning", 0.7)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning itself
-            held = held_out if rule.needs_data else None
-            posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
+        with collect_warnings():  # the command prints the notes from tuning itself
+            posterior = posterior.tune(held_out if rule.needs_data else None, rule=rule, progress=False, team=team)
     if job.mixing == "stacking" and held_out is not None:
-        posterior = posterior.reweight(held_out, progress=False, team=data.team)
+        posterior = posterior.reweight(held_out, progress=False, team=team)
     return posterior
 
 
@@ -231,17 +234,17 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     return copies
 
 
-def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None) -> dict[str, Any]:
+def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None, left_out: int) -> dict[str, Any]:
     return {
         "classes": list(data.classes or ()),
-        "outputs": data.outputs,
+        "outputs": data.heads[0].outputs,
         **describe_inputs(data.first),
         **posterior.settings.as_json(),
         **({"noise": posterior.noise.tolist()} if not posterior.likelihood.classification else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_layer("a result").sums.count,
         "has_positions": posterior.is_dense,
-        "left_out": len(data.skipped),
+        "left_out": left_out,
         "preprocessing": data.preprocessing.plain(),
         "images": data.preprocessing.describe() if data.train.has_pixels else "",
         "validation": validation,
@@ -249,70 +252,83 @@ def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None) -
     }
 
 
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class FitData:
-    """The data sets for a job, opened and checked against the networks, and their shared preparation.
+    """The data sets for a job, opened and checked against the networks, with one preparation."""
 
-    `classes` are the class names in the order of the networks' outputs, and `first` is a small batch of training inputs.
-    """
+    train: Dataset
+    val: Dataset | None
+    outliers: Dataset | None
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None
+    """Class names in the order of the networks' outputs."""
+    heads: list[Head]
+    """The last layer of each network."""
+    first: Any
+    """A small batch of training inputs."""
 
-    def __init__(self, job: Job, built: BuiltNetworks, progress: Progress, team: Team) -> None:
-        self.job = job
-        self.skipped = SkippedInputs()
-        self.progress = progress
-        self.team = team
-        floats = [parameter.dtype for parameter in built.networks[0].parameters() if parameter.is_floating_point()]
-        dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
-        self.preprocessing = make_preprocessing(job, built.hints, dtype)
-        self.classes = job.classes if isinstance(job.classes, tuple) else built.classes
-        self.outputs: int | None = None
-        train = self._open(str(job.train), labelled=True)
-        if isinstance(train, ImageDataset):
-            mode, shape = most_frequent_form(train)
-            self.preprocessing = replace(self.preprocessing, mode=mode, shape=shape)
-        few = replace(self.preprocessing, batch_size=min(8, self.preprocessing.batch_size))
-        sample = Loader(replace(train, preprocessing=few), SkippedInputs(), labelled=False)
-        self.first = as_batch(next(iter(sample)), train.name).inputs
-        if isinstance(self.first, Tensor):
-            self.preprocessing = replace(self.preprocessing, shape=tuple(self.first.shape[1:]))
-        self.classes = self.classes or train.classes
-        self.heads = self._find_heads(built.networks, images=isinstance(train, ImageDataset))
-        self.outputs = self.heads[0].outputs
-        names = self.classes or ()
-        count = job.classes if isinstance(job.classes, int) else len(names) or self.outputs
-        if count != self.outputs or len(names) not in (0, self.outputs):
-            given = f"{counted(len(names), 'class', 'classes')} ({listed(names, 5)})" if names else f"--classes {count}"
-            raise DataError(
-                f"got {given} for a network with {counted(self.outputs, 'output')}. Pass all class names, in the order of the outputs, "
-                f"with --classes, or choose other data or networks."
-            )
-        # The data are opened again because the possible labels are now known.
-        self.train = self._open(str(job.train), labelled=True)
-        self.val = None if job.val is None else self._open(job.val, labelled=True)
-        self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
 
-    def _find_heads(self, networks: Sequence[nn.Module], *, images: bool) -> list[Head]:
-        try:
-            heads = find_heads(networks, [self.job.head] * len(networks), self.first, self.job.make_likelihood())
-            return [replace(head, ignore_index=self.job.ignore_index) for head in heads]
-        except DataError as error:
-            if not images or self.preprocessing.shape is None:
-                raise
-            channels, height, width = self.preprocessing.shape
-            raise DataError(
-                f"the network does not accept images of {height}x{width} pixels with {counted(channels, 'channel')}. Use --resize "
-                f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
-            ) from error
-
-    def _open(self, name: str, *, labelled: bool) -> Dataset:
-        return open_dataset(
-            name, self.preprocessing, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+def open_data(job: Job, built: BuiltNetworks) -> FitData:
+    """Open the data sets, prepare their inputs as the networks need them, and find the networks' last layers."""
+    floats = [parameter.dtype for parameter in built.networks[0].parameters() if parameter.is_floating_point()]
+    dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+    preprocessing = make_preprocessing(job, built.hints, dtype)
+    classes = job.classes if isinstance(job.classes, tuple) else built.classes
+    train = open_dataset(str(job.train), preprocessing, labelled=True, classes=classes, job=job)
+    if isinstance(train, ImageDataset):
+        mode, shape = most_frequent_form(train)
+        preprocessing = replace(preprocessing, mode=mode, shape=shape)
+    few = replace(train, preprocessing=replace(preprocessing, batch_size=min(8, preprocessing.batch_size)))
+    first = as_batch(next(iter(Loader(few, SkippedInputs(), labelled=False))), train.name).inputs
+    if isinstance(first, Tensor):
+        preprocessing = replace(preprocessing, shape=tuple(first.shape[1:]))
+    heads = _find_heads(built.networks, job, first, preprocessing.shape if isinstance(train, ImageDataset) else None)
+    outputs = heads[0].outputs
+    names = classes or train.classes or ()
+    count = job.classes if isinstance(job.classes, int) else len(names) or outputs
+    if count != outputs or len(names) not in (0, outputs):
+        passed = f"{counted(len(names), 'class', 'classes')} ({listed(names, 5)})" if names else f"--classes {count}"
+        raise DataError(
+            f"got {passed} for a network with {counted(outputs, 'output')}. Pass all class names, in the order of the outputs, with "
+            f"--classes, or choose other data or networks."
         )
 
-    def loader(self, source: Dataset, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work."""
-        reading = part(self.progress, start, end)
-        reading(doing, 0.0)
-        return Loader(source, self.skipped, self.job.strict, labelled, partial(reading, doing), self.team)
+    def opened(name: str | None, *, labelled: bool) -> Dataset | None:
+        if name is None:
+            return None
+        return open_dataset(name, preprocessing, labelled=labelled, classes=names or None, outputs=outputs, job=job)
+
+    return FitData(
+        train=replace(train, preprocessing=preprocessing),
+        val=opened(job.val, labelled=True),
+        outliers=opened(job.outliers, labelled=False),
+        preprocessing=preprocessing,
+        classes=names or None,
+        heads=heads,
+        first=first,
+    )
+
+
+def _find_heads(
+    networks: Sequence[nn.Module], job: Job, inputs: Any, image_shape: tuple[int, ...] | None
+) -> list[Head]:
+    try:
+        heads = find_heads(networks, [job.head] * len(networks), inputs, job.make_likelihood())
+    except DataError as error:
+        if image_shape is None:
+            raise
+        channels, height, width = image_shape
+        raise DataError(
+            f"the network does not accept images of {height}x{width} pixels with {counted(channels, 'channel')}. Use --resize "
+            f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
+        ) from error
+    return [replace(head, ignore_index=job.ignore_index) for head in heads]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ import click
 
 from molaplace.cli.options import RUN, option, read_options
 from molaplace.errors import OptionError
+from molaplace.images import NORMALISATIONS
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
 from molaplace.links import LINKS
 from molaplace.network import IGNORE_INDEX
-from molaplace.options import one_of
 from molaplace.rules import RULES, Outliers, Rule
 from molaplace.structures import STRUCTURES
 
@@ -29,6 +29,8 @@ RULE_NAMES = (*RULES, "outliers", "none")
 """Names of rules on the command line. "outliers" needs outlier data, and "none" leaves the prior precision unchanged."""
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
+
+MODES = ("RGB", "L")
 
 PREPARATION = "Preparation of images"
 METHOD = "Method"
@@ -98,11 +100,14 @@ class Job:
     )
     val: str | None = option(None, "Validation data, in the same formats", is_path=True)
     likelihood: str = option(
-        CATEGORICAL.name, "Likelihood: categorical, bernoulli (multi-label) or gaussian (regression)"
+        CATEGORICAL.name,
+        "Meaning of the outputs: classes, several labels (bernoulli) or regression (gaussian)",
+        choices=LIKELIHOODS,
     )
     rule: str | None = option(
         None,
-        f"Tuning rule: {', '.join(RULE_NAMES)}",
+        "Tuning rule",
+        choices=RULE_NAMES,
         shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
     )
     classes: int | tuple[str, ...] | None = option(
@@ -115,11 +120,12 @@ class Job:
         None, "Length of the shorter side (256), or height and width (32x32)", panel=PREPARATION, parse=parse_size
     )
     crop: int | None = option(None, "Side length of the square crop from the centre", panel=PREPARATION, minimum=1)
-    mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION)
+    mode: str | None = option(None, "Colour, or L for greyscale [default: detected]", panel=PREPARATION, choices=MODES)
     normalise: str | None = option(
         None,
-        "Normalisation: none (x / 255), cifar10 or imagenet (alias: --normalize)",
+        "Normalisation of x / 255 (alias: --normalize)",
         panel=PREPARATION,
+        choices=NORMALISATIONS,
         flags=("--normalise", "--normalize"),
     )
     mean: tuple[float, ...] | None = option(
@@ -131,9 +137,9 @@ class Job:
     std: tuple[float, ...] | None = option(None, "Standard deviation of pixels", panel=PREPARATION, parse=parse_numbers)
     workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
 
-    structure: str = option("kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD)
-    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD)
-    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD)
+    structure: str = option("kron", "Covariance structure", panel=METHOD, choices=STRUCTURES)
+    link: str = option("probit", "Link", panel=METHOD, choices=LINKS)
+    mixing: str = option("uniform", "Mixture weights", panel=METHOD, choices=WEIGHTINGS)
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD)
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
@@ -183,7 +189,7 @@ class Job:
 
         `outliers` are needed when the rule "outliers" is applied, not when the options are checked.
         """
-        name = one_of(self.rule_name, RULE_NAMES, "--rule")
+        name = self.rule_name
         settings = {"confidence": ("--threshold", self.threshold), "price": ("--price", self.price)}
         values = {field: value for field, (_, value) in settings.items() if value is not None}
         for field in values:

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -44,6 +44,7 @@ def option(
     argument: bool = False,
     panel: str = "",
     shown: str = "",
+    choices: Collection[str] = (),
     parse: Callable[[Any], Any] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -59,6 +60,7 @@ def option(
         argument: whether the value is given without a flag.
         panel: heading under which the help lists the option. Common options have no heading and come first.
         shown: text that the help shows instead of the default value.
+        choices: names that are allowed; all if empty.
         parse: function that converts the text from the command line, or a list from a run file. It returns converted values
             unchanged, and raises `click.BadParameter` for invalid values.
         minimum: least value.
@@ -105,6 +107,8 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
 def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
     if settings["parse"] is not None:
         return settings["parse"]
+    if settings["choices"]:
+        return click.Choice(list(settings["choices"]))
     if settings["minimum"] is not None:
         return click.IntRange(settings["minimum"], settings["maximum"])
     return click.STRING if kind is tuple else kind

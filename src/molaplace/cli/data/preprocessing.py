@@ -14,9 +14,6 @@ import torch
 from molaplace.cli.job import Job
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
-from molaplace.options import one_of
-
-MODES = ("RGB", "L")
 
 
 @dataclass(frozen=True)
@@ -84,16 +81,13 @@ def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocess
 
     The training data later determine any setting that is None.
     """
-    if job.mode is not None:
-        one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
         raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
     mean = hints.mean
     std = hints.std
     if job.normalise is not None:
-        chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "--normalise")]
-        mean = chosen.mean
-        std = chosen.std
+        mean = NORMALISATIONS[job.normalise].mean
+        std = NORMALISATIONS[job.normalise].std
     elif job.mean is not None and job.std is not None:
         mean = job.mean
         std = job.std
