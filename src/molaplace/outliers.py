@@ -47,19 +47,20 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
 
 def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:
-    r"""Return the sum of the far-field score, the energy and the log distance, each standardised on the validation data.
+    r"""Return the sum of the far-field score, the energy and the log departure, each standardised on the validation data.
 
-    .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
+    .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{departure} - 1)
 
-    The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score and
-    the energy alone. Of 16 such sums, this one and the one with `max(0, z_distance)` performed best, both on the networks used to
-    choose a sum and on the networks used to confirm the choice (docs/outliers.md).
+    The departure, `Reference.log_departure`, is the distance of the features' directions times their excess norm. It contributes only
+    beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score and the energy alone. Of 16 such
+    sums, this one and the one with `max(0, z_departure)` performed best, both on the networks used to choose a sum and on the networks
+    used to confirm the choice (docs/outliers.md).
 
     Args:
-        terms: the far-field scores, the energies and the log distances, each of shape (n,).
+        terms: the far-field scores, the energies and the log departures, each of shape (n,).
         reference: mean and standard deviation of each term on the validation data.
     """
-    far_field, energy, distance = (
+    far_field, energy, departure = (
         (term - mean) / deviation for term, (mean, deviation) in zip(terms, reference, strict=True)
     )
-    return far_field + energy + (distance - 1).clamp_min(0)
+    return far_field + energy + (departure - 1).clamp_min(0)

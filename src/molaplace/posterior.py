@@ -138,9 +138,8 @@ class MoLA(LaplaceMixture):
         }
         weights = self.weights.to(rows.outputs[0])
         if logs is not None and self.reference is not None:
-            log_distance = self.reference.log_distance(logs[0], weights)
-            score = log_distance + weights @ self.reference.log_excess(logs[1])
-            return fields | {"distance": log_distance.exp(), "ood_score": score}
+            distance = self.reference.log_distance(logs[0], weights).exp()
+            return fields | {"distance": distance, "ood_score": self.reference.log_departure(*logs, weights)}
         if self.ood_score_name == NORM:
             return fields | {"ood_score": weights @ self._norms(rows).log()}
         return fields | {"ood_score": mixture.disagreement()}
@@ -170,14 +169,14 @@ class MoLA(LaplaceMixture):
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
     def _outlier_terms(self, rows: Rows, logs: tuple[Tensor, Tensor]) -> Tensor:
-        # Return the far-field score, the mean energy, the log distance and each network's energy as a tensor (3 + K, n).
+        # Return the far-field score, the mean energy, the log departure and each network's energy as a tensor (3 + K, n).
         assert self.reference is not None  # mixtures with distances have a reference
         means = torch.stack(list(rows.outputs))
         weights = self.weights.to(means)
         likelihood: Any = self.likelihood
         by_network = likelihood.energy(means * (-2 * self.reference.log_excess(logs[1])).exp()[..., None])
-        distance = self.reference.log_distance(logs[0], weights)
-        return torch.cat([torch.stack([self._far_field(rows), weights @ by_network, distance]), by_network])
+        departure = self.reference.log_departure(*logs, weights)
+        return torch.cat([torch.stack([self._far_field(rows), weights @ by_network, departure]), by_network])
 
     # --- tune -------------------------------------------------------------------------------------------------------
 

@@ -233,6 +233,13 @@ class Reference:
         """Return the log excess norm `log nu` (K, n) of the features, which is 0 for typical features."""
         return (log_norms - self._logs("norm", log_norms)).clamp_min(0)
 
+    def log_departure(self, log_distances: Tensor, log_norms: Tensor, weights: Tensor) -> Tensor:
+        """Return the mixture's log distance plus its mean log excess norm (n,), which outlier scores use.
+
+        The distance depends only on the direction of the features, the excess norm only on their length.
+        """
+        return self.log_distance(log_distances, weights) + weights.to(log_norms) @ self.log_excess(log_norms)
+
     def _logs(self, name: str, like: Tensor) -> Tensor:
         # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
         values = [getattr(scale, name) for scale in self.scales]

@@ -144,9 +144,18 @@ class TestAgainstTheFormulas:
         energies = [
             -torch.logsumexp(network(inside) / nu[:, None] ** 2, 1) for network, nu in zip(networks, nus, strict=True)
         ]
-        parts = [prediction.far_field, torch.stack(energies).mean(0).detach(), prediction.distance.log()]
+        departure = prediction.distance.log() + torch.stack(nus).log().mean(0)
+        parts = [prediction.far_field, torch.stack(energies).mean(0).detach(), departure]
         z = [(part - mean) / spread for part, (mean, spread) in zip(parts, usual.score, strict=True)]
         assert close(prediction.ood_score, z[0] + z[1] + (z[2] - 1).clamp_min(0), 1e-9)
+
+    @pytest.mark.parametrize("factor", [1e2, 1e4, 1e8])
+    def test_inputs_in_wrong_units_raise_an_alarm(self, networks, factor):
+        posterior = tuned(networks)
+        threshold = mola.alarm_threshold(posterior.predict(blobs(1)[0]).ood_score, 0.05)
+        inside = blobs(2, count=2000)[0]
+        assert float((posterior.predict(inside).ood_score > threshold).double().mean()) < 0.15
+        assert bool((posterior.predict(factor * inside).ood_score > threshold).all())
 
 
 class TestLaws:
