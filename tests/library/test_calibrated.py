@@ -88,14 +88,16 @@ def test_without_distances_it_chooses_the_rest(problem):
     assert tuned.distance_exponent == 0
 
 
-def test_validation_data_without_errors_do_not_sharpen_logits_without_end(problem):
+def test_validation_data_without_errors_neither_pool_nor_sharpen_without_end(problem):
     _, posterior, (inputs, labels), _ = problem
     predicted = posterior(inputs).argmax(1)
     right = (predicted == labels).nonzero().flatten()[:50]
     tuned = posterior.tune([(inputs[right], labels[right])], rule="calibrated", progress=False)
     assert 0.1 < tuned.temperature < 1
+    assert tuned.pooling == 1
     many = posterior.tune([(inputs[right].repeat(40, 1), labels[right].repeat(40))], rule="calibrated", progress=False)
     assert many.temperature < tuned.temperature  # two thousand data are stronger evidence
+    assert many.pooling < 1
 
 
 def test_a_covariance_that_does_not_gain_only_lowers_confidence(problem):

@@ -1,11 +1,12 @@
 r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits the validation data.
 
-For K members with weights w, the loss at temperature T is the mixture's log loss,
+For K members with weights w, the loss at temperature T is the mixture's log loss, plus the weak prior against T < 1 that the default
+rule has (`molaplace/rules/priors.py`),
 
-.. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
+.. math:: L(T) = -\tfrac1n \Big[\sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n} + \log p(T)\Big].
 
-For one member, L is convex in 1/T and has a single minimum. For several members, L may have more than one minimum; a grid search finds
-the lowest one.
+Without the prior, T would be 0 whenever all validation data are classified correctly. L may have more than one minimum; a grid search
+finds the lowest one.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from molaplace.network import check_finite
 from molaplace.numerics import to_float64
 from molaplace.options import one_of
 from molaplace.posterior import MoLA
+from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.search import maximise
 from molaplace.weights import check_weights, uniform_weights
 
-TEMPERATURE_RANGE = 1e4  # range of the search in either direction, relative to the mean spread of the logits; beyond it, the loss is flat
+TEMPERATURE_RANGE = (
+    1e4  # range of the search in either direction, relative to the mean spread of the logits; it always includes 1
+)
 GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
 CHUNK = 2**22  # number of logits processed at a time
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Find, to about 8 digits, the temperature that minimises the mixture's negative log-likelihood.
+    """Find, to about 8 digits, the temperature that minimises the mixture's negative log-likelihood under a weak prior against T < 1.
 
-    All members share this temperature. If the labelled class always has the highest logit, the best temperature is 0; if the labels
-    contradict the logits, it is infinite. In these cases, the function warns and returns the corresponding end of the search range.
+    All members share this temperature. If the labels contradict the logits, the best temperature is infinite. In this case, the
+    function warns and returns the upper end of the search range.
 
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
@@ -64,8 +68,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
             "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
         )
         return 1.0
-    low = math.log(span / TEMPERATURE_RANGE)
-    high = math.log(span * TEMPERATURE_RANGE)
+    low = min(0.0, math.log(span / TEMPERATURE_RANGE))
+    high = max(0.0, math.log(span * TEMPERATURE_RANGE))
 
     def score(log_temperature: float) -> float:
         total = 0.0
@@ -73,16 +77,14 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
             log_probs = torch.log_softmax(math.exp(-log_temperature) * rows, dim=-1)
             chosen = log_probs.gather(-1, row_labels[None, :, None].expand(count, -1, 1)).squeeze(-1)
             total += float(torch.logsumexp(chosen + log_weights, dim=0).sum())
-        return total / len(labels)
+        return (total - float(negative_log_prior(log_temperature))) / len(labels)
 
-    best = maximise(score, low, high, coarse=9 if count == 1 else GRID)
-    end = max((low, high), key=score)
-    if score(end) >= score(best):
-        best = end
-        limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
+    best = maximise(score, low, high, coarse=GRID)
+    if score(high) >= score(best):
+        best = high
         warn(
-            f"on these data, the loss keeps falling as the temperature goes to {limit}. The temperature is set to the end of the "
-            f"search range, {math.exp(best):.3g}. More validation data may give a finite optimum."
+            f"on these data, the loss keeps falling as the temperature goes to infinity: the logits contradict the labels. The "
+            f"temperature is set to the end of the search range, {math.exp(best):.3g}. More validation data may give a finite optimum."
         )
     return math.exp(best)
 
@@ -107,6 +109,9 @@ def temperature_scaled(
     progress: bool = True,
 ) -> MoLA:
     """Return a plain ensemble with the temperature that minimises the negative log-likelihood on the validation data.
+
+    A weak prior, which the default rule shares, penalises temperatures below 1. It matters only with few validation data, above all if
+    the networks classify all of them correctly.
 
     The result is `mola.ensemble(networks).with_temperature(T)`; only T (`result.temperature`) needs to be saved.
 

@@ -1,11 +1,11 @@
 r"""The default rule, which lowers the in-distribution log loss and trades part of the gain for caution far from the training data.
 
-All losses are mean log losses on the validation data, each at the temperature T that minimises it, under a weak prior against T < 1
-(`SHARPENING`).
+All losses are mean log losses on the validation data, each at its best temperature T. The choices of T and of the pooling coefficient
+include a weak prior against T < 1 and c < 1 (`priors.py`), without which few data would decide by chance.
 
 1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
-2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each change only if its paired gain exceeds two
-   standard errors.
+2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each change only if its paired gain, prior
+   included, exceeds two standard errors.
 3. *Spend.* Choose the largest distance exponent at which the loss stays within a budget. The budget is the loss after step 2 plus the
    larger of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond
    the 90 % quantile of the validation data's distances.
@@ -30,6 +30,7 @@ from molaplace.errors import warned
 from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.objective import Distances, Objective
+from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.scores import paired
 from molaplace.rules.search import as_curve
@@ -50,11 +51,6 @@ validation data, and the validation data could not reveal this."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Smallest and largest temperatures tried."""
-
-SHARPENING = 0.5
-"""Standard deviation of a Gaussian prior on `log T`, applied only where `log T` is negative. Without this prior, logits would be
-sharpened without limit whenever all validation data are classified correctly, as is common with a few hundred examples. The prior has
-no effect above T = 1, and little effect with thousands of examples."""
 
 ONSET = 0.9
 """Logits shrink beyond this quantile of the validation data's distances."""
@@ -124,6 +120,12 @@ class Trial:
         return float(self.losses.mean())
 
     @property
+    def penalised(self) -> float:
+        """Mean log loss, plus the share of each datum in the negative log prior of the temperature and the pooling coefficient."""
+        prior = negative_log_prior(math.log(self.temperature), float(self.settings.pooling))
+        return self.loss + float(prior) / len(self.losses)
+
+    @property
     def has_covariance(self) -> bool:
         """True if the prior precision leaves a covariance."""
         return any(precision < NO_COVARIANCE for precision in self.settings.precisions)
@@ -161,7 +163,7 @@ class Search:
         """Improve the pooling coefficient and then the prior precision, keeping each change only if its gain is clear."""
         if self.objective.num_networks > 1:
             pooled = self._at_best_temperature(best.settings.candidates(pooling=POOLINGS), best.temperature)
-            middle = float(min(pooled, key=lambda trial: trial.loss).settings.pooling)
+            middle = float(min(pooled, key=lambda trial: trial.penalised).settings.pooling)
             neighbours = [pooling for pooling in (middle - 0.125, middle + 0.125) if 0 <= pooling < 1]
             pooled += self._at_best_temperature(best.settings.candidates(pooling=neighbours), best.temperature)
             best = self._clearly_better(pooled, best)
@@ -206,9 +208,9 @@ class Search:
         )  # shared by all networks
 
     def _clearly_better(self, trials: Sequence[Trial], current: Trial) -> Trial:
-        best = min(trials, key=lambda trial: trial.loss)
-        gain, error = paired(current.losses, best.losses, self.objective.data)
-        return best if gain > CLEAR * error else current
+        best = min(trials, key=lambda trial: trial.penalised)
+        _, error = paired(current.losses, best.losses, self.objective.data)
+        return best if current.penalised - best.penalised > CLEAR * error else current
 
     def _at_best_temperature(self, candidates: Settings, around: float, width: float = 1.0) -> list[Trial]:
         # Return each candidate at its best temperature. The search starts within a factor of e^width of `around`.
@@ -221,8 +223,8 @@ class Search:
         for step in (width / 2, width / 6, width / 18):
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
             losses = self._losses(candidates, np.exp(logs))
-            prior = (np.minimum(logs, 0) / SHARPENING) ** 2 / (2 * losses.shape[2])
-            columns = (losses.mean(2).numpy() + prior).argmin(1)
+            prior = negative_log_prior(logs)
+            columns = (losses.mean(2).numpy() + prior / losses.shape[2]).argmin(1)
             centres = logs[rows, columns]
         chosen = replace(candidates, temperature=torch.from_numpy(np.exp(centres)))
         trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(columns)]

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from molaplace.likelihoods import Likelihood
 from molaplace.options import one_of
 from molaplace.rules.objective import Objective
+from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.scores import paired
 from molaplace.rules.search import SAME, PrecisionSearch, Scored
@@ -99,6 +101,8 @@ class Score(Rule):
             values = objective.mean_scores(candidates)[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
                 return None  # this also covers links that do not depend on the temperature
+            if score == "nll":  # the prior is a density, and comparable only with log losses
+                values = values + torch.from_numpy(negative_log_prior(np.log(tried))) / len(correct)
             temperature = tried[int(values.argmin())]
             step = 9.5 ** (1 / 31)
             low = max(TEMPERATURES[0], temperature / step)
