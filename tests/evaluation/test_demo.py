@@ -127,12 +127,14 @@ def test_the_page_holds_every_figure_and_loads_nothing(result, tmp_path):
 
 
 @pytest.mark.usefixtures("_blank_figures")
-def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path, monkeypatch):
+def test_the_command_prints_the_main_numbers_and_writes_the_page(result, tmp_path, monkeypatch):
     monkeypatch.setattr("molaplace.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
     outcome = CliRunner().invoke(app, ["demo", "--seed", "7", "--output", str(tmp_path / "deep" / "out")])
     assert outcome.exit_code == 0, outcome.output
-    for area in outliers(result, "noise")[1].values():
-        assert f"{100 * area:.1f}" in outcome.stdout
+    for accuracy in labelled(result, 0, "accuracy").values():
+        assert f"{100 * accuracy:.2f}" in outcome.stdout
+    for confidence in outliers(result, FAR_DIGITS)[0].values():
+        assert f"{confidence:.0%}".replace("%", " %") in outcome.stdout
     assert "drawing moons" in outcome.stderr
     stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
     assert stored["settings"] == asdict(DemoSettings(seed=7))

@@ -10,11 +10,11 @@ from rich.markup import escape
 
 from molaplace.cli.options import check_report_folder, option
 from molaplace.cli.terminal import showing_progress
-from molaplace.demo.report import demo_headlines, demo_tables, write_demo
-from molaplace.demo.run import DEMO_METHODS, DemoSettings, run_demo
+from molaplace.demo.report import demo_headlines, write_demo
+from molaplace.demo.run import DemoSettings, run_demo
 from molaplace.progress import part
+from molaplace.report.comparison_tables import test_table
 from molaplace.report.tables import print_table
-from molaplace.report.words import evaluation_remarks
 
 FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
@@ -49,16 +49,9 @@ def demo(options: DemoOptions) -> None:
     if quiet:
         return
     console = Console(highlight=False)
-    for table in demo_tables(result.comparison):
-        print_table(console, table)
-    for headline in demo_headlines(result.comparison):
-        console.print(
-            f"[bold]{escape(headline.title)}[/bold]: {DEMO_METHODS[0]} {headline.before}, {DEMO_METHODS[-1]} {headline.after}. "
-            f"{escape(headline.sentence)}"
-        )
-    for words in evaluation_remarks(result.comparison):
-        console.print(escape(words), style="dim")
-    console.print(
-        f"\nWrote [bold]{escape(str(page))}[/bold], with figures, numbers and the trained networks in the same folder.",
-        soft_wrap=True,
-    )
+    print_table(console, test_table(result.comparison))
+    for title, values in demo_headlines(result.comparison).items():
+        numbers = ", ".join(f"{method} {value}" for method, value in values.items())
+        console.print(f"[bold]{escape(title)}[/bold]: {escape(numbers)}")
+    where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers and the trained networks."
+    console.print(where, soft_wrap=True)

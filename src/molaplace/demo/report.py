@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,41 +67,25 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Headline:
-    """A metric's values for MAP and for MoLA with the default rule, and a sentence that lists the values for the other methods."""
-
-    title: str
-    before: str
-    after: str
-    sentence: str
-
-
-def demo_headlines(comparison: Comparison) -> list[Headline]:
-    """Return the headlines shown as cards at the top of the page and printed in the terminal."""
+def demo_headlines(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Return the value of each method under each title: the cards at the top of the page, which the terminal also shows."""
     numbers = Numbers(comparison.methods)
     turned = next(info for info in comparison.of_role("shift") if info.level == 30)
-
-    def headline(title: str, quantity: Quantity, form: str) -> Headline:
-        values = {
+    headlines = {
+        "log loss, test digits": (Quantity(comparison.test.name, "nll"), ".3f"),
+        f"log loss, {turned.title}": (Quantity(turned.name, "nll"), ".2f"),
+    }
+    for info in comparison.of_role("outlier"):
+        if info.name != "noise":
+            headlines[f"confidence in {info.title}"] = (Quantity(info.name, "confidence"), ".0%")
+    return {
+        title: {
             method: f"{estimate.value:{form}}".replace("%", " %")
             for method, estimate in numbers(quantity).items()
             if estimate is not None
         }
-        before, *others, after = values
-        return Headline(
-            title, values[before], values[after], ", ".join(f"{method} {values[method]}" for method in others) + "."
-        )
-
-    return [
-        headline("log loss, test digits", Quantity(comparison.test.name, "nll"), ".3f"),
-        headline(f"log loss, {turned.title}", Quantity(turned.name, "nll"), ".2f"),
-        *(
-            headline(f"confidence in {info.title}", Quantity(info.name, "confidence"), ".0%")
-            for info in comparison.of_role("outlier")
-            if info.name != "noise"
-        ),
-    ]
+        for title, (quantity, form) in headlines.items()
+    }
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
