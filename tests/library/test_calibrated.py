@@ -1,7 +1,9 @@
 """The calibrated rule: what it gains and spends on validation data, and what it leaves alone."""
 
 import copy
+import math
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.settings import NO_COVARIANCE
+from tests.closeness import assert_close
 from tests.library.problems import train
 
 
@@ -130,3 +133,111 @@ def test_logits_of_any_scale_are_brought_back(problem, factor):
 def test_wrong_prices_are_refused(price):
     with pytest.raises(mola.errors.OptionError, match="price"):
         mola.rules.Calibrated(price=price)
+
+
+# --- each step against its definition -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Tuned:
+    """A posterior tuned by the rule, and its validation data."""
+
+    posterior: mola.MoLA
+    validation: tuple[torch.Tensor, torch.Tensor]
+
+    def losses(self, **settings):
+        """Log losses (n,) at the temperature with the lowest mean, without covariance and at other settings of the posterior."""
+        data = self.posterior.read([self.validation], "validation loader", labelled=True)
+        temperatures = torch.linspace(math.log(0.3), math.log(10), 150).exp().tolist()
+        settings = {"prior_precision": [NO_COVARIANCE], "temperature": temperatures} | settings
+        losses = self.posterior.objective(data).scores(self.posterior.settings.candidates(**settings))["nll"]
+        return losses[int(losses.mean(1).argmin())]
+
+
+def in_errors(gain):
+    return float(gain.mean() / gain.std()) * len(gain) ** 0.5
+
+
+CASES = {
+    "disagreement": {"noise": 2.0},
+    "some disagreement": {"noise": 1.0, "count": 400, "seed": 1},
+    "little disagreement": {"noise": 0.5, "seed": 1},
+    "few data": {"noise": 2.0, "count": 100, "seed": 1},
+    "one network": {"noise": 0.5, "networks": 1},
+    "one network, few data": {"noise": 0.5, "networks": 1, "count": 100},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def tuned(request):
+    """Linear networks 1.5 times too confident, plus noise; one in eight validation inputs lies far from all training data."""
+    options = {"networks": 3, "count": 2000, "seed": 0} | CASES[request.param]
+    generator = torch.Generator().manual_seed(options["seed"])
+
+    def normals(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    truth = 2.0 * normals(4, 8)
+
+    def labelled(count, far):
+        inputs = normals(count, 8)
+        uniform = torch.rand(2, count, 1, generator=generator, dtype=torch.float64)
+        inputs[:, 6:] *= 0.03 + far * 3.0 * 0.01 ** uniform[0] * (uniform[1] < 0.13)
+        return inputs, torch.multinomial((inputs @ truth.T).softmax(1), 1, generator=generator).squeeze(1)
+
+    networks = []
+    for _ in range(options["networks"]):
+        network = nn.Linear(8, 4).double()
+        with torch.no_grad():
+            network.weight.copy_(1.5 * truth + options["noise"] * normals(4, 8))
+            network.bias.zero_()
+        networks.append(network)
+    train_data = labelled(2000, far=False)
+    validation = labelled(options["count"], far=True)
+    return Tuned(mola.fit(networks, [train_data], [validation], progress=False), validation)
+
+
+def test_pooling_is_kept_if_its_gain_exceeds_two_standard_errors(tuned):
+    if len(tuned.posterior.networks) == 1:
+        assert tuned.posterior.pooling == 1
+        return
+    mixed = tuned.losses(pooling=1.0, distance_exponent=0.0)
+    pooled = [tuned.losses(pooling=eighth / 8, distance_exponent=0.0) for eighth in range(8)]
+    errors = in_errors(mixed - min(pooled, key=torch.mean))
+    assert abs(errors - 2) > 0.5  # no borderline case
+    assert (tuned.posterior.pooling < 1) == (errors > 2)
+
+
+def test_the_distance_exponent_spends_the_budget_and_no_more(tuned):
+    chosen = tuned.posterior.settings
+    scaled = float(tuned.losses(pooling=1.0, distance_exponent=0.0).mean())
+    best = float(tuned.losses(distance_exponent=0.0).mean())
+    budget = max((scaled - best) / 2, 0.01 * best)
+    assert float(tuned.losses().mean()) <= best + budget + 1e-4 * best
+    larger = chosen.distance_exponent + 0.1
+    assert chosen.distance_exponent == 2 or float(tuned.losses(distance_exponent=larger).mean()) > best + budget
+
+
+def test_the_added_covariance_costs_half_a_percent_at_most_with_its_error(tuned):
+    posterior = tuned.posterior
+    bare = log_loss(posterior.with_prior_precision(NO_COVARIANCE), tuned.validation)
+    chosen = posterior.prior_precision[0]
+
+    def cost(precision):
+        change = log_loss(posterior.with_prior_precision(precision), tuned.validation) - bare
+        return float(change.mean() + change.std(correction=0) / len(change) ** 0.5) / float(bare.mean())
+
+    assert cost(chosen) <= 0.005
+    assert chosen == pytest.approx(1e-3) or cost(chosen / 10**0.5) > 0.005
+
+
+def test_one_in_ten_validation_inputs_lies_beyond_the_onset(tuned):
+    posterior = tuned.posterior
+    inputs, _ = tuned.validation
+    beyond = posterior.predict(inputs).distance > posterior.settings.onset
+    assert float(beyond.double().mean()) == pytest.approx(0.1, abs=1 / len(inputs))
+    nearby = posterior.with_distance_exponent(0.0)
+    norms = torch.stack([inputs.norm(dim=1) / scale.norm for scale in posterior.reference.scales])
+    unchanged = ~beyond & (norms <= 1).all(0)
+    assert_close(posterior(inputs[unchanged]), nearby(inputs[unchanged]), "float64")
+    assert float(posterior(inputs[beyond]).amax(1).mean()) < float(nearby(inputs[beyond]).amax(1).mean())
