@@ -169,6 +169,22 @@ class Counted(nn.Sequential):
         return super().forward(inputs)
 
 
+def drawn_alike(team):
+    """Whether every rank draws the same positions of its images, the same on all ranks, in a fit or from validation data."""
+    generator = torch.Generator().manual_seed(7)
+    network = nn.Conv2d(2, 3, 1)
+    batches = [(torch.randn(4, 2, 20, 20, generator=generator), torch.randint(3, (4, 20, 20), generator=generator))]
+    posterior = mola.fit(network, batches, positions=5, team=team, progress=False)
+    alone = mola.fit(network, batches, positions=5, progress=False)
+    sums, sums_alone = (mixture.components[0].layer.sums.tensors["gram"] for mixture in (posterior, alone))
+    held_out = posterior.read(batches, "validation loader", labelled=True, team=team)
+    parts = team.gather(held_out.outputs[0]).chunk(team.size)
+    return {
+        "alike in the fit": torch.allclose(sums, team.size * sums_alone),
+        "alike in validation data": torch.equal(parts[0], parts[1]),
+    }
+
+
 def resumed(team, folder):
     """A fit that ends early on every rank, each after another number of batches, and goes on."""
     shard = list(batches(team.shard(data(3, 3600)), 300))
@@ -220,7 +236,8 @@ def main(output):
     with mola.distributed.join() as team:
         place = Path(output) / f"{team.rank}-of-{team.size}"
         save_file(laws(team), f"{place}.safetensors")
-        Path(f"{place}.json").write_text(json.dumps(resumed(team, Path(output) / "kept")))
+        reports = resumed(team, Path(output) / "kept") | drawn_alike(team)
+        Path(f"{place}.json").write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

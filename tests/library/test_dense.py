@@ -375,6 +375,8 @@ def test_drawn_positions_depend_on_the_input_alone(labelled):
     drawn = torch.cat([drawn_positions(35, 10, index) for index in range(2000)])
     assert float((torch.bincount(drawn) / 2000 - 10 / 35).abs().max()) < 0.05
     assert torch.equal(drawn_positions(5, 10, 0), torch.arange(5))
+    ranks = [drawn_positions(35, 10, 3 + (rank << 40)).tolist() for rank in range(8)]
+    assert len(set(map(tuple, ranks))) == 8
 
 
 WRONG_LABELS = {

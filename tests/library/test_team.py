@@ -41,6 +41,8 @@ def test_a_team_does_what_one_process_does(size, alone, tmp_path):
         assert_close(actual[0][name], expected, "search" if searched else "float64", name=name)
     for rank in range(size):
         resumed = json.loads((tmp_path / f"{rank}-of-{size}.json").read_text())
+        assert not resumed["alike in the fit"]
+        assert not resumed["alike in validation data"]
         assert resumed["kept"]
         assert resumed["same"]
         assert resumed["passes"] == resumed["batches"] - (2 + rank) + 1  # one of them finds the head

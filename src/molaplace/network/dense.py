@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,5 +111,6 @@ def drawn_positions(count: int, most: int, index: int) -> Tensor:
     """
     if count <= most:
         return torch.arange(count, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(index)
-    return torch.randperm(count, generator=generator, device="cpu")[:most].sort().values
+    # NumPy uses all bits of a seed. PyTorch uses the last 32, which are the same on every rank (`Team.unique`).
+    drawn = np.random.default_rng(index).choice(count, most, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(drawn))

@@ -214,6 +214,7 @@ def read_held_out(
         progress=progress,
         total=batch_count(loader),
         positions=POSITIONS_KEPT,
+        first_input=team.unique(0),  # each process draws different positions
         ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
     )
     with evaluating(*networks):
