@@ -100,15 +100,14 @@ class MoLA(LaplaceMixture):
         logs = self.distances_and_norms(rows) if self.has_distances else None
         spreads = [None if spread is None else spread.with_variances() for spread in self.spreads(rows, self.settings)]
         members = replace(self.members(rows, logs=logs), spreads=spreads)
-        distribution, total, information = self._entropies(members, seed)
+        distribution, information, _ = self._entropies(members, seed)
         fields = {"mutual_information": information, "logit_mean": means}
         variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in spreads]
         fields["logit_variance"] = torch.stack(variances)
         if self.settings.uses_distance:
             # The entropy that distance adds is epistemic, because nearby data would remove it.
             near = replace(self.settings, distance_exponent=0.0).divisors(means).unbind(-3)
-            _, near_total, near_information = self._entropies(replace(members, divisors=near), seed)
-            fields["aleatoric"] = torch.minimum(near_total - near_information, total)
+            fields["aleatoric"] = self._entropies(replace(members, divisors=near), seed)[2]
         if logs is not None and self.reference is not None:
             fields["distance"] = self.reference.log_distance(logs[0], weights).exp()
         if self.ood_score_name == MAX_PROBABILITY:
@@ -121,11 +120,12 @@ class MoLA(LaplaceMixture):
         return fields | {"ood_score": outlier_score(list(self._outlier_terms(rows, logs)[:3]), reference)}
 
     def _entropies(self, members: Members, seed: int | None) -> tuple[ClassificationPredictive, Tensor, Tensor]:
-        # Return the predictive distribution, its entropy, and the mutual information between the label and the weights.
+        # Return the predictive distribution, the mutual information between the label and the weights, and the rest of the entropy.
         likelihood: Any = self.likelihood
         distribution = likelihood.predictive(members, self.link, seed)
         total = distribution.entropy()
-        return distribution, total, total * likelihood.epistemic_share(members, seed or 0)
+        information = total * likelihood.epistemic_share(members, seed or 0)
+        return distribution, information, total - information
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
         logs = self.distances_and_norms(rows) if self.has_distances else None

@@ -143,6 +143,7 @@ class Tuned:
     """A posterior tuned by the rule, and its validation data."""
 
     posterior: mola.MoLA
+    training: tuple[torch.Tensor, torch.Tensor]
     validation: tuple[torch.Tensor, torch.Tensor]
 
     def losses(self, **settings):
@@ -192,9 +193,9 @@ def tuned(request):
             network.weight.copy_(1.5 * truth + options["noise"] * normals(4, 8))
             network.bias.zero_()
         networks.append(network)
-    train_data = labelled(2000, far=False)
+    training = labelled(2000, far=False)
     validation = labelled(options["count"], far=True)
-    return Tuned(mola.fit(networks, [train_data], [validation], progress=False), validation)
+    return Tuned(mola.fit(networks, [training], [validation], progress=False), training, validation)
 
 
 def test_pooling_is_kept_if_its_gain_exceeds_two_standard_errors(tuned):
@@ -241,3 +242,14 @@ def test_one_in_ten_validation_inputs_lies_beyond_the_onset(tuned):
     unchanged = ~beyond & (norms <= 1).all(0)
     assert_close(posterior(inputs[unchanged]), nearby(inputs[unchanged]), "float64")
     assert float(posterior(inputs[beyond]).amax(1).mean()) < float(nearby(inputs[beyond]).amax(1).mean())
+
+
+def test_copies_of_a_position_are_no_more_evidence(tuned):
+    """As dense outputs, whose positions depend on each other: nothing that was not clear becomes so."""
+    copied = [
+        [(x[:, None].expand(-1, count, -1), y[:, None].expand(-1, count))]
+        for (x, y), count in ((tuned.training, 1), (tuned.validation, 4))
+    ]
+    dense = mola.fit(tuned.posterior.networks, *copied, progress=False)
+    assert_close(dense.tuning.settings.as_json(), tuned.posterior.settings.as_json(), "search")
+    assert dense.tuning.summary == tuned.posterior.tuning.summary

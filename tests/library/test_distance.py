@@ -1,5 +1,6 @@
 """Distances from the training classes, and logits that are divided by them: against formulas, and by laws."""
 
+import copy
 import itertools
 import math
 
@@ -85,19 +86,25 @@ class TestAgainstTheFormulas:
         assert_close(careful.epistemic + careful.aleatoric, careful.entropy, "float64")
         assert float(careful.mutual_information[-1]) < 0.01
         assert float(careful.epistemic[-1]) > 0.9 * math.log(CLASSES)
+        # Without its logits, which shrink with its features, a network no longer cancels the logits of another, so entropy falls.
+        pooled = posterior.with_pooling(0.0)
+        queries = 4 * torch.randn(2000, 3)
+        near, careful = (pooled.with_distance_exponent(exponent, onset=1e6).predict(queries) for exponent in (0, 2))
+        assert bool((near.aleatoric > careful.entropy + 1e-3).any())
+        assert_close(careful.aleatoric, torch.minimum(near.aleatoric, careful.entropy), "float64")
 
     @pytest.mark.parametrize("structure", STRUCTURES)
-    @pytest.mark.parametrize("pooling", [1.0, 0.4, 0.0])
-    def test_probabilities(self, networks, structure, pooling):
+    @pytest.mark.parametrize(("pooling", "onset"), [(1.0, 1.0), (0.4, 1.4), (0.0, 0.7)])
+    def test_probabilities(self, networks, structure, pooling, onset):
         weights = [0.5, 0.3, 0.2]
         queries = 4 * torch.randn(30, 3)
         posterior = tuned(networks, structure=structure, weights=weights).with_prior_precision(0.3)
-        posterior = posterior.with_temperature(0.8).with_distance_exponent(1.5).with_pooling(pooling)
+        posterior = posterior.with_temperature(0.8).with_distance_exponent(1.5, onset=onset).with_pooling(pooling)
         prediction = posterior.predict(queries)
         distance = [reference_distances(network, queries) for network in networks]
         norms = [features_of(network, queries).norm(dim=1).numpy() for network in networks]
         scales = posterior.reference.scales
-        divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5)
+        divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5, onset)
         assert max(divisor.max() for divisor in divisors) > 2  # some inputs are far
         means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
         centre = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
@@ -129,6 +136,9 @@ class TestAgainstTheFormulas:
         expected = np.sqrt(np.mean([offset @ inverse @ offset for offset in away]))
         posterior = fitted(networks[:1])
         assert posterior.reference.scales[0].distance == pytest.approx(expected, rel=1e-9)
+        norms = np.linalg.norm(rows, axis=1)
+        quantile = norms.mean() + float(torch.special.ndtri(torch.tensor(0.99))) * norms.std()
+        assert posterior.reference.scales[0].norm == pytest.approx(quantile, rel=1e-4)
         assert posterior.predict(inputs).ood_score_name == "far-field"
 
     def test_the_outlier_score_is_the_sum_of_its_terms(self, networks):
@@ -159,6 +169,23 @@ class TestAgainstTheFormulas:
 
 
 class TestLaws:
+    def test_a_constant_added_to_the_logits_of_one_network_changes_no_outlier_score(self, networks):
+        """Whatever the weights, although the network's energy changes by the constant."""
+        inputs, labels = blobs(1)
+        longest = int(features_of(networks[1], inputs).norm(dim=1).argmax())
+        rows = torch.cat([torch.arange(len(inputs)), torch.full((10,), longest)])  # norms up to the largest are typical
+        validation = [(inputs[rows], labels[rows])]
+        shifted = copy.deepcopy(networks)
+        with torch.no_grad():
+            shifted[1][-1].bias += 20
+        scores = []
+        for members in (networks, shifted):
+            posterior = fitted(members).tune(validation, progress=False)
+            mixtures = [posterior, posterior.with_weights([0.1, 0.7, 0.2]), posterior.with_weights([0.0, 1.0, 0.0])]
+            scores.append(torch.stack([mixture.predict(inputs).ood_score for mixture in mixtures]))
+        assert_close(scores[1], scores[0], "search")
+        assert float((scores[0] - scores[0][:1]).abs().max()) > 0.1  # the weights matter
+
     @pytest.mark.parametrize("link", [name for name in LINKS if name != "bridge"])
     @pytest.mark.parametrize("bias", [True, False])
     def test_far_away_all_classes_are_equally_likely(self, link, bias):

@@ -172,6 +172,20 @@ def test_crps_is_its_integral():
             assert float(actual[row, output]) == pytest.approx(float(expected), abs=2e-4)
 
 
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+def test_the_temperature_multiplies_every_standard_deviation(heteroscedastic):
+    likelihood = Gaussian(heteroscedastic=heteroscedastic)
+    networks = [network(4 if heteroscedastic else 2, seed) for seed in range(2)]
+    x, y = data(2)
+    posterior = fit(networks, [(x, y)], likelihood=likelihood).with_distance_exponent(1.0)
+    plain = posterior.predict(3 * x)
+    scaled = posterior.with_temperature(1.7).predict(3 * x)
+    for name in ("aleatoric", "within", "component_variance", "component_noise"):
+        assert_close(getattr(scaled, name), 1.7**2 * getattr(plain, name), "float64", name=name)
+    assert_close(scaled.between, plain.between, "float64")
+    assert_close(scaled.epistemic, 1.7**2 * plain.within + plain.between, "float64")
+
+
 def test_draws_of_weights_and_noise_have_the_moments_and_intervals():
     posterior, nets, x, _ = fitted(2, 3, structure="full", prior_precision=0.5)
     actual = posterior.predict(x[:4])

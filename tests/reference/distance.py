@@ -56,12 +56,13 @@ def divisors(
     weights: Sequence[float],
     temperature: float,
     exponent: float,
+    onset: float = 1.0,
 ) -> list[Array]:
     """What the logits of each network are divided by, datum by datum."""
     networks = range(len(distance))
     actual = [np.zeros(len(distance[0])) for _ in networks]
     for n in range(len(distance[0])):
-        rho = max(1.0, np.prod([(distance[k][n] / usual[k][0]) ** weights[k] for k in networks]))
+        rho = max(1.0, np.prod([(distance[k][n] / usual[k][0]) ** weights[k] for k in networks]) / onset)
         for k in networks:
             nu = max(1.0, length[k][n] / usual[k][1])
             actual[k][n] = temperature * (rho**exponent * nu**2 if exponent > 0 else 1.0)
