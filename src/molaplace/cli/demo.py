@@ -52,6 +52,6 @@ def demo(options: DemoOptions) -> None:
     print_table(console, test_table(result.comparison))
     for title, values in demo_headlines(result.comparison).items():
         numbers = ", ".join(f"{method} {value}" for method, value in values.items())
-        console.print(f"[bold]{escape(title)}[/bold]: {escape(numbers)}")
+        console.print(f"[bold]{escape(title)}[/bold]: {escape(numbers)}", soft_wrap=True)
     where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers and the trained networks."
     console.print(where, soft_wrap=True)
