@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from molaplace.cli import fit
 from molaplace.cli.evaluate import EvaluateOptions
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Job
 from molaplace.cli.predict import PredictOptions
@@ -177,6 +178,11 @@ def job_for(workspace: Workspace, **changes) -> Job:
         "batch_size": 7,
     }
     return Job(**(options | changes))
+
+
+def run_fit(job: Job, output: Path, **more) -> dict[str, Any]:
+    """Fit a posterior into a folder; return the summary."""
+    return fit.run_fit(replace(job, output=output, **more))
 
 
 def to_predict(inputs: str, output: Path, **more) -> PredictOptions:

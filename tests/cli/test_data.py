@@ -14,10 +14,9 @@ from molaplace.cli.data.arrays import open_arrays
 from molaplace.cli.data.dataset import Loader, SkippedInputs
 from molaplace.cli.data.opening import FunctionDataset, open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.cli.fit import run_fit
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
-from tests.workspace import CLASSES, Workspace, job_for
+from tests.workspace import CLASSES, Workspace, job_for, run_fit
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
 

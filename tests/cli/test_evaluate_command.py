@@ -16,7 +16,6 @@ from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import alarm, make_decisions
 from molaplace.cli.evaluate import run_evaluate
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.methods import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
@@ -24,7 +23,7 @@ from molaplace.report.words import evaluation_findings
 from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
 from tests.pages import Page
-from tests.workspace import job_for, to_evaluate
+from tests.workspace import job_for, run_fit, to_evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 

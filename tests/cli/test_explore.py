@@ -27,14 +27,13 @@ import molaplace as mola
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
 from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, folder_subject, ood_examples
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS
 from tests.closeness import assert_close
 from tests.pages import Page
-from tests.workspace import CLASSES, job_for, with_job
+from tests.workspace import CLASSES, job_for, run_fit, with_job
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'molaplace[explore]' to test the explorer.")
 from molaplace.cli.explorer.page import EXPLORED_METHODS, Explorer, controls

@@ -14,12 +14,11 @@ from PIL import Image
 
 import molaplace as mola
 from molaplace.cli.evaluate import run_evaluate
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior, read_information
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
-from tests.workspace import CLASSES, job_for, to_evaluate
+from tests.workspace import CLASSES, job_for, run_fit, to_evaluate
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.cli.data.preprocessing import make_preprocessing
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.cli.networks import build_networks, folder_hints
@@ -20,7 +19,7 @@ from molaplace.errors import MissingExtraError, OptionError, StorageError
 from molaplace.perceptrons import mlp
 from molaplace.saving.weights import save_weights
 from tests.closeness import assert_close
-from tests.workspace import CLASSES, job_for
+from tests.workspace import CLASSES, job_for, run_fit
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
 

@@ -16,13 +16,12 @@ from PIL import Image
 
 import molaplace as mola
 from molaplace.cli.decisions import alarm
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.predict import run_predict, summary_sentence
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.cli.fitted_folders import NAMES, draw, run
 from tests.closeness import assert_close
-from tests.workspace import job_for, to_predict
+from tests.workspace import job_for, run_fit, to_predict
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.networks import build_networks
 from molaplace.errors import OptionError, StorageError
 from molaplace.imported import import_builder, import_function
 from molaplace.saving.weights import load_weights
-from tests.workspace import job_for, with_job
+from tests.workspace import job_for, run_fit, with_job
 
 
 @pytest.fixture(scope="module")

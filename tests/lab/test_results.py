@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from molaplace.cli.evaluate import run_evaluate
-from molaplace.cli.fit import run_fit
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.errors import MolaWarning
@@ -25,7 +24,7 @@ from molaplace_lab.records import Store
 from molaplace_lab.suites.image_sources import split_validation
 from molaplace_lab.suites.registry import find_suite
 from tests.conftest import require_shared
-from tests.workspace import to_evaluate
+from tests.workspace import run_fit, to_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"

@@ -30,7 +30,7 @@ from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move
 from molaplace.cli.info import print_information
 from molaplace.cli.job import NAME, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
-from molaplace.cli.options import RUN, RunOptions, as_document, option, to_toml
+from molaplace.cli.options import as_document, to_toml
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, collect_warnings, warn
@@ -62,19 +62,15 @@ def check_job(job: Job) -> None:
         raise OptionError(
             f"--rule {job.rule_name} with --mixing {job.mixing} needs validation data. Pass --val, or use --rule evidence."
         )
+    if job.bundle and (not job.weights or any(map(is_folder, job.network))):
+        raise OptionError(
+            "--bundle copies the weight files into the folder. Networks with their own weights cannot be bundled."
+        )
     if job.rule_name in RULES:
         as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
 
 
-def run_fit(
-    job: Job,
-    output: Path,
-    progress: Progress = no_progress,
-    *,
-    bundle: bool = False,
-    team: Team | None = None,
-    checkpoint: Path | None = None,
-) -> dict[str, Any]:
+def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None) -> dict[str, Any]:
     """Fit a posterior, write its folder, and return a summary as plain values.
 
     The processes in a team share the data, and rank 0 writes the folder. In the summary, "result" is the result stored in
@@ -82,11 +78,7 @@ def run_fit(
     an earlier posterior.
     """
     check_job(job)
-    if bundle and (not job.weights or any(map(is_folder, job.network))):
-        raise OptionError(
-            "--bundle copies the weight files into the folder. Networks with their own weights cannot be bundled."
-        )
-    replaced = holds_posterior(output, checkpoint)
+    replaced = holds_posterior(job.output, job.checkpoint)
     if job.val is not None and are_same(job.val, str(job.train)):
         warn(
             "the validation data are the same as the training data, on which accuracy and confidence are too high. Use held-out data."
@@ -124,7 +116,7 @@ def run_fit(
         progress=False,
         likelihood=job.make_likelihood(),
         team=team,
-        checkpoint=checkpoint,
+        checkpoint=job.checkpoint,
         distances=job.distances,
         positions=_positions(job),
         ignore_index=job.ignore_index,
@@ -137,10 +129,10 @@ def run_fit(
     skipped = skipped.together(team)
     result = _result(posterior, data, validation, len(skipped))
     if team.first:
-        _write(posterior, job, output, built.files, result, columns, bundle=bundle)
+        _write(posterior, job, built.files, result, columns)
     progress("done", 1.0)
     return {
-        "folder": str(output),
+        "folder": str(job.output),
         "result": result,
         "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
         "replaced": replaced,
@@ -201,22 +193,20 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
 def _write(
     posterior: MoLA,
     job: Job,
-    output: Path,
     files: Sequence[Path],
     result: dict[str, Any],
     columns: dict[str, Tensor],
-    *,
-    bundle: bool,
 ) -> None:
     # Write the posterior and its job atomically. Then write the options to their own file, for human readers and for
     # `molaplace fit --config`. The job lists individual files, because files added to a folder later do not belong to this posterior.
-    weights = _bundled(files, output / BUNDLED) if bundle else files
+    output = job.output
+    weights = _bundled(files, output / BUNDLED) if job.bundle else files
     options = as_document(replace(job, weights=tuple(map(str, weights))), "fit", output)
     document, tensors = pack(posterior)
     saved = {f"{VALIDATION}{name}": column for name, column in columns.items()}
     write_folder(output, {**document, "job": options | {"result": result}}, tensors | saved)
     write_atomically(output / NAME, to_toml(options).encode())
-    if bundle:  # remove the bundled weights of the posterior that has been replaced
+    if job.bundle:  # remove the bundled weights of the posterior that has been replaced
         for path in (output / BUNDLED).iterdir():
             if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path not in weights:
                 path.unlink(missing_ok=True)
@@ -331,18 +321,7 @@ def _find_heads(
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(RunOptions, Job):
-    """Options for `molaplace fit`: the job's options, plus options that do not affect the posterior."""
-
-    output: Path = option(Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), stored=False)
-    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, stored=False)
-    checkpoint: Path | None = option(
-        None, "Folder for checkpoints, from which an interrupted fit can resume", panel=RUN, stored=False
-    )
-
-
-def fit(options: FitOptions) -> None:
+def fit(options: Job) -> None:
     """Fit a posterior to calibrate the confidence of trained networks.
 
     Fits a Laplace approximation to the last layer of each network in one pass over the training data and tunes it on the
@@ -359,9 +338,7 @@ def fit(options: FitOptions) -> None:
         quiet = options.quiet or not team.first
         as_json = options.as_json and team.first
         with showing_progress(quiet=quiet) as progress:
-            summary = run_fit(
-                options, options.output, progress, bundle=options.bundle, team=team, checkpoint=options.checkpoint
-            )
+            summary = run_fit(options, progress, team)
     if not quiet and not as_json:
         folder = escape(str(options.output))
         instead = ", which replaces the earlier posterior" if summary["replaced"] else ""

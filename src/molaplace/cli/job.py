@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from molaplace.cli.options import RUN, option, read_options
+from molaplace.cli.options import RUN, RunOptions, option, read_options
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
@@ -81,8 +81,8 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """Options for `molaplace fit`."""
+class Job(RunOptions):
+    """Options for `molaplace fit`. Those that do not affect the posterior are not stored."""
 
     weights: tuple[str, ...] = option(
         (),
@@ -113,6 +113,7 @@ class Job:
     classes: int | tuple[str, ...] | None = option(
         None, "Class names in output order (a,b,c or a file), or the number of classes", parse=parse_class_names
     )
+    output: Path = option(Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), stored=False)
     strict: bool = option(False, "Stop at the first input that cannot be used")
     trust: bool = option(False, "Trust the --config file: import and run the functions that it names", stored=False)
 
@@ -167,6 +168,10 @@ class Job:
     batch_size: int = option(256, "Inputs per batch", panel=RUN, minimum=1)
     seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
+    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, stored=False)
+    checkpoint: Path | None = option(
+        None, "Folder for checkpoints, from which an interrupted fit can resume", panel=RUN, stored=False
+    )
 
     def make_likelihood(self) -> Likelihood:
         """Return the likelihood with its settings."""
