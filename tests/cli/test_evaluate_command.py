@@ -90,7 +90,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 @pytest.mark.parametrize("kind", NAMES, indirect=True)
 def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_ensemble(kind):
     result = run_evaluate(kind.open(), to_evaluate("test.npz"))
-    text = evaluation_findings(result)[0].text
+    text = evaluation_findings(result)["On the test data"]
     first = text.split(". ")[0]
     scaled = "DE-N" if kind.name == "regression" else "DE-T"
     assert first.index("of MoLA") < first.index("that of DE ") < first.index(f"that of {scaled} ")
@@ -101,7 +101,10 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
     words = words if abs(gap) > 2 * error or words == "equal" else "not clearly different from"
     assert words in first.split(" that of DE ")[0]
     assert text.endswith("Add `--ood DATA` to measure OOD detection.")
-    assert "--ood" not in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))[0].text
+    assert (
+        "--ood"
+        not in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))["On the test data"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
@@ -150,7 +153,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
     }
     expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
     assert list(result.methods) == expected
-    assert ("The log loss of LLLA" in evaluation_findings(result)[0].text) == (count == 1)
+    assert ("The log loss of LLLA" in evaluation_findings(result)["On the test data"]) == (count == 1)
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = workspace.inputs("test")
     for name in expected:

@@ -92,8 +92,8 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _print_summary(console: Console, comparison: Comparison, page: Path) -> None:
     # Print the main finding and the main table. The report contains all results.
-    finding = evaluation_findings(comparison)[0]
-    console.print(f"[bold]{escape(finding.title)}: {escape(finding.text)}[/bold]")
+    title, finding = next(iter(evaluation_findings(comparison).items()))
+    console.print(f"[bold]{escape(title)}: {escape(finding)}[/bold]")
     print_table(console, replace(evaluation_tables(comparison)[0], caption=""))
     where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder."
     console.print(where, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, Lead
@@ -35,24 +34,16 @@ MOST_LEFT_OUT = 5
 """Maximum number of inputs left out of a set that the remarks name."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A finding: a title and a few sentences."""
-
-    title: str
-    text: str
-
-
-def evaluation_findings(comparison: Comparison) -> list[Finding]:
-    """Return the verdict on the test data and on each outlier set."""
+def evaluation_findings(comparison: Comparison) -> dict[str, str]:
+    """Return the verdict on the test data and on each outlier set, by title."""
     sentences = [_loss_sentence(comparison)]
     outliers = comparison.of_role("outlier")
     if not outliers:
         sentences.append("Add `--ood DATA` to measure OOD detection.")
-    findings = [Finding("On the test data", " ".join(sentences))]
+    findings = {"On the test data": " ".join(sentences)}
     for info in outliers:
-        sentence = lead_sentence(comparison.leads[info.name]["auroc"], "the highest AUROC of all scores")
-        findings.append(Finding(f"Outliers: {info.title}", sentence))
+        lead = comparison.leads[info.name]["auroc"]
+        findings[f"Outliers: {info.title}"] = lead_sentence(lead, "the highest AUROC of all scores")
     return findings
 
 

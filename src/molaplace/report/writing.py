@@ -31,7 +31,7 @@ def write_evaluation(
 ) -> Path:
     """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page."""
     tables = [*evaluation_tables(comparison), detail_table(comparison)]
-    lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
+    lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(comparison).items()]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
     lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
     with writing_to(directory):
