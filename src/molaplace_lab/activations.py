@@ -155,7 +155,7 @@ class ActivationCache:
         """Return the networks' stored activations on a set or part of a set."""
         whole = source.whole or source
         stored = StoredActivations.open([self.paths(network, whole) for network in networks])
-        return stored if source.whole is None else stored.at(source.places)
+        return stored if source.whole is None else stored.at(source.indices)
 
 
 def _check_outputs(networks: Sequence[Network], source: Source) -> None:

@@ -48,10 +48,10 @@ def _whitening(covariance: Tensor) -> Tensor:
     # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, excluding directions in which the training features never
     # vary (dead ReLUs).
     values, vectors = torch.linalg.eigh(covariance)
-    kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
-    if not kept.any():
+    varying = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+    if not varying.any():
         raise DataError("the features do not vary within the classes. Pass more than one example of each class.")
-    return vectors[:, kept] * values[kept].rsqrt()
+    return vectors[:, varying] * values[varying].rsqrt()
 
 
 def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) -> tuple[Detector, Detector]:
@@ -155,8 +155,13 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
         residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - principal], dim=1)
         return residual, values @ linear.T + offset
 
-    sums = torch.stack([torch.stack([one.sum(), two.amax(1).sum()]) for one, two in map(parts, features())]).sum(0)
-    scale = float(sums[1] / sums[0])
+    distance_sum = 0.0
+    logit_sum = 0.0
+    for part in features():
+        residual, logits = parts(part)
+        distance_sum += float(residual.sum())
+        logit_sum += float(logits.amax(1).sum())
+    scale = logit_sum / distance_sum
 
     def score(features: Tensor) -> Tensor:
         residual, logits = parts(features)

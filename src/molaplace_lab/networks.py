@@ -67,7 +67,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     assert training.suite.training_data is not None  # checked by `Training`
     data = training.suite.training_data(training.options, training.recipe)
     images = data_checksum(data.data.inputs, data.data.labels)
-    moved = LabelledData(data.data.inputs.to(training.device), data.data.labels.to(training.device))
+    labelled = LabelledData(data.data.inputs.to(training.device), data.data.labels.to(training.device))
     team = team or Team.single()
     paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]
     seeds = member_seeds(training.count, training.seed)
@@ -97,7 +97,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
         checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", identity)
         options: dict[str, Any] = {"prepare": data.prepare, "loader": data.loader, "checkpoint": checkpoint}
-        network = train(build, moved, training.recipe, seed=seeds[index], on_epoch=on_epoch, **options)
+        network = train(build, labelled, training.recipe, seed=seeds[index], on_epoch=on_epoch, **options)
         facts = {"identity": identity, **data.describe(network)}
         save_weights(network, path, {name: json.dumps(value, sort_keys=True) for name, value in facts.items()})
         checkpoint.remove()

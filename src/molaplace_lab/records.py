@@ -64,9 +64,9 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for entry, kept in (("labelled", LABELLED), ("outliers", OUTLIERS)):
+        for entry, names in (("labelled", LABELLED), ("outliers", OUTLIERS)):
             document[entry] = {
-                name: {key: result[key] for key in kept if key != "types" or result[key]}
+                name: {key: result[key] for key in names if key != "types" or result[key]}
                 for name, result in document[entry].items()
             }
         if not self.measures:

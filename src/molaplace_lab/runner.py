@@ -142,17 +142,16 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
         return {}
     roles = {name: entry.get("role") for name, entry in document.get("sets", {}).items()}
     roles |= {name: source.role for name, source in plan.sources.items()}
-    kept, now = (
+    stored, requested = (
         {**entry, **entry.get("options", {})} for entry in (document.get("experiment") or {}, plan.experiment())
     )
-    before, after = kept.pop("data", {}), now.pop("data")
     different = [
-        f"{name}: {kept.get(name)} in the folder, {now.get(name)} requested"
-        for name in {**kept, **now}
-        if name != "options" and kept.get(name) != now.get(name)
+        f"{name}: {stored.get(name)} in the folder, {requested.get(name)} requested"
+        for name in {**stored, **requested}
+        if name not in ("options", "data") and stored.get(name) != requested.get(name)
     ]
     outliers = {name for name, role in roles.items() if role == "outlier"}
-    different += [f"other data in {name}" for name in _other_data(before, after, outliers)]
+    different += [f"other data in {name}" for name in _other_data(stored.get("data", {}), requested["data"], outliers)]
     if different and fresh:
         store.forget(plan.suite.name)
         return {}
@@ -173,15 +172,15 @@ def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: C
     ]
 
 
-def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
+def describe(plan: Plan, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document that describes the suite in reports.
 
     Sets that occur only in the folder's existing document are kept, because records may refer to them.
     """
     suite = plan.suite
 
-    def others(known: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in known.items() if name not in plan.sources}
+    def others(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in entries.items() if name not in plan.sources}
 
     sets = {
         name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
@@ -195,7 +194,7 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
             packed = base64.b64encode(images.pixels.contiguous().numpy().tobytes()).decode()
             examples[name] = {"shape": list(images.pixels.shape), "pixels": packed, "label": labels}
     experiment = plan.experiment()
-    experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
+    experiment["data"] |= others(stored.get("experiment", {}).get("data", {}))
     return {
         "suite": suite.name,
         "title": suite.title,
@@ -203,9 +202,9 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
         "components": plan.components,
         "threshold": suite.threshold,
         "shift": suite.shift,
-        "sets": sets | others(kept.get("sets", {})),
+        "sets": sets | others(stored.get("sets", {})),
         "classes": list(suite.classes),
-        "examples": examples | others(kept.get("examples", {})),
+        "examples": examples | others(stored.get("examples", {})),
         "notes": [*suite.notes, *(suite.fold_notes if plan.crossed else ())],
         "experiment": experiment,
     }
@@ -261,7 +260,7 @@ def run_suite(
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         methods_progress(f"run {job.run + 1}: {job.method.name}", index / len(jobs))
-        networks, sources = plan.members(job.group, job.run), plan.sources_of(job.run)
+        networks = plan.members(job.group, job.run)
         context = Context(
             read=partial(read, networks, job.run),
             threshold=plan.suite.threshold,
@@ -269,7 +268,7 @@ def run_suite(
             network=plan.network,
             networks=networks,
             run=job.run,
-            sources=sources,
+            sources=plan.sources_of(job.run),
             activations=activations,
             training=training,
         )

@@ -99,14 +99,14 @@ class Source:
     """True if the data do not fit into memory, in which case activations are computed in slices."""
     whole: Source | None = None
     """The larger set that contains this set and provides its activations; None if this set has activations of its own."""
-    places: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     """Indices of this set's examples in the larger set, in order."""
 
     def open(self) -> Batches:
         """Return all batches."""
         return self.read(range(self.count))
 
-    def part(self, places: Sequence[int], **changes: Any) -> Source:
+    def part(self, indices: Sequence[int], **changes: Any) -> Source:
         """Return the data at the given indices, with the given changes to attributes such as `name`.
 
         The activations of the whole set are reused.
@@ -114,12 +114,12 @@ class Source:
         show = self.show
         return replace(
             self,
-            count=len(places),
-            checksum=checksum(self.checksum, list(places)),
-            read=lambda rows: self.read([places[row] for row in rows]),
-            show=None if show is None else lambda rows: show([places[row] for row in rows]),
+            count=len(indices),
+            checksum=checksum(self.checksum, list(indices)),
+            read=lambda rows: self.read([indices[row] for row in rows]),
+            show=None if show is None else lambda rows: show([indices[row] for row in rows]),
             whole=self,
-            places=tuple(places),
+            indices=tuple(indices),
             **changes,
         )
 

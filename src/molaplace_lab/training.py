@@ -115,8 +115,8 @@ def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
 def _network_tensors(network: nn.Module) -> dict[str, Tensor]:
     # All trained parameters and all buffers, including buffers that a state dict omits.
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
-    named = [*trained, *network.named_buffers()]
-    return {f"network.{name}": tensor.detach() for name, tensor in named}
+    tensors = [*trained, *network.named_buffers()]
+    return {f"network.{name}": tensor.detach() for name, tensor in tensors}
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

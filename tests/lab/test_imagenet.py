@@ -110,11 +110,11 @@ def inputs_of(source):
 
 def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
     folds = IMAGENET.make_folds(options(root))
-    seen = {role: [place for fold in folds for place in fold[role].places] for role in ("train", "validation", "test")}
+    seen = {role: [place for fold in folds for place in fold[role].indices] for role in ("train", "validation", "test")}
     for role, times in (("train", 2), ("validation", 1), ("test", 2)):
         assert sorted(seen[role]) == sorted(list(range(20)) * times)
     for fold in folds:
-        parts = [set(fold[role].places) for role in ("train", "validation", "test")]
+        parts = [set(fold[role].indices) for role in ("train", "validation", "test")]
         assert sum(map(len, parts)) == len(set.union(*parts)) == 20
         assert labels_of(fold["train"]).tolist() == sorted([2, 5, 7, 11] * 2)
 
@@ -145,9 +145,9 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
 def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
     fold = IMAGENET.make_folds(options(root))[1]
     shifted = fold["severity 4"]
-    clean = dict(zip(fold["test"].places, inputs_of(fold["test"]), strict=True))
-    assert set(shifted.places) == set(fold["test"].places)
-    for index, (place, inputs) in enumerate(zip(shifted.places, inputs_of(shifted), strict=True)):
+    clean = dict(zip(fold["test"].indices, inputs_of(fold["test"]), strict=True))
+    assert set(shifted.indices) == set(fold["test"].indices)
+    for index, (place, inputs) in enumerate(zip(shifted.indices, inputs_of(shifted), strict=True)):
         pixels = (clean[place] * 255).round().to(torch.uint8)[None]
         name = ("contrast", "gaussian_noise")[index % 2]
         expected = corrupt(pixels, name, 4, first=place, parameters="imagenet-c")

@@ -42,13 +42,13 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     shifts = streams.draw(lambda generator: generator.integers(-1, 1, size=(rounds, 2, side - 2, side - 2)))
     rows = np.arange(2, side)[:, None]
     columns = np.arange(2, side)
-    everyone = np.arange(len(pixels))[:, None, None]
+    image_indices = np.arange(len(pixels))[:, None, None]
     current = truncated(gaussian(unit(pixels), sigma))
     for turn in range(rounds):
         down = shifts[:, turn, 0]
         right = shifts[:, turn, 1]
         # In `gathered`, the channels come last, because NumPy puts the axes of index arrays first if a slice separates them.
-        gathered = current[everyone, :, rows + down, columns + right]
+        gathered = current[image_indices, :, rows + down, columns + right]
         current = current.copy()
         current[:, :, 2:, 2:] = np.moveaxis(gathered, -1, 1)
     return truncated(gaussian(unit(current), sigma))
@@ -74,10 +74,10 @@ def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -
 def motion_blur(pixels: Bytes, streams: Streams, radius: int, sigma: float) -> Bytes:
     """Blur along a line at a random angle between -45 and 45 degrees. Values are rounded to the nearest level, as in ImageMagick."""
     angles = streams.draw(lambda generator: generator.uniform(-45, 45, size=1))[:, 0]
-    return rounded(moved(pixels.astype(np.float64), radius, sigma, angles))
+    return rounded(motion_blurred(pixels.astype(np.float64), radius, sigma, angles))
 
 
-def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
+def motion_blurred(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     """Blur images (n, channels, side, side) along lines at the given angles, repeating the edge pixels; y points down.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel and the weights k_i

@@ -93,14 +93,14 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=6 + 2 * side * side))
-    places = np.arange(side, dtype=np.float64)
-    rows, columns = np.meshgrid(places, places, indexing="ij")
+    axis = np.arange(side, dtype=np.float64)
+    rows, columns = np.meshgrid(axis, axis, indexing="ij")
     # The affine map moves each of three points p to p + jitter. The result at q is the value of the image at the preimage of q.
     points = side // 2 + side // 3 * np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     homogeneous = np.broadcast_to(np.concatenate([points, np.ones((3, 1))], axis=1), (len(pixels), 3, 3))
     forward = np.linalg.solve(homogeneous, points + drawn[:, :6].reshape(-1, 3, 2) * jitter)  # rows x, y, 1
-    moved = np.stack([columns, rows], axis=-1) - forward[:, 2][:, None, None]
-    source = moved @ np.linalg.inv(forward[:, :2])[:, None]
+    offsets = np.stack([columns, rows], axis=-1) - forward[:, 2][:, None, None]
+    source = offsets @ np.linalg.inv(forward[:, :2])[:, None]
     values = _bilinear(unit(pixels), source[..., 1], source[..., 0], "mirror")
     if size > 0:
         fields = drawn[:, 6:].reshape(-1, 2, side, side)
@@ -119,8 +119,8 @@ def _bilinear(images: Floats, rows: Floats, columns: Floats, border: Border) -> 
     flat = images.reshape(*images.shape[:2], side * side)
 
     def at(down: int, right: int) -> Floats:
-        places = fold(top + down, side, border) * side + fold(left + right, side, border)
-        index = np.broadcast_to(places.reshape(len(images), 1, -1), flat.shape)
+        indices = fold(top + down, side, border) * side + fold(left + right, side, border)
+        index = np.broadcast_to(indices.reshape(len(images), 1, -1), flat.shape)
         return np.take_along_axis(flat, index, axis=2).reshape(images.shape)
 
     upper = at(0, 0) * (1 - beside) + at(0, 1) * beside

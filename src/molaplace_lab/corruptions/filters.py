@@ -107,8 +107,8 @@ def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", trunca
 def padded(images: Floats, margin: int, border: Border) -> Floats:
     """Pad images (..., side, side) by `margin` pixels on every side."""
     side = images.shape[-1]
-    places = fold(np.arange(-margin, side + margin), side, border)
-    return images[..., places[:, None], places]
+    positions = fold(np.arange(-margin, side + margin), side, border)
+    return images[..., positions[:, None], positions]
 
 
 def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
@@ -132,9 +132,9 @@ def zooming(side: int, factor: float) -> Floats:
     made = round(taken * factor)
     start = (side - taken) // 2
     cut = (made - side) // 2
-    places = (np.arange(side) + cut) * ((taken - 1) / (made - 1))
-    lower = np.minimum(np.floor(places).astype(np.int64), taken - 2)
-    share = places - lower
+    positions = (np.arange(side) + cut) * ((taken - 1) / (made - 1))
+    lower = np.minimum(np.floor(positions).astype(np.int64), taken - 2)
+    share = positions - lower
     matrix = np.zeros((side, side))
     rows = np.arange(side)
     matrix[rows, start + lower] = 1 - share

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molaplace.errors import importing
-from molaplace_lab.corruptions.blur import moved
+from molaplace_lab.corruptions.blur import motion_blurred
 from molaplace_lab.corruptions.filters import (
     Bytes,
     Floats,
@@ -96,9 +96,9 @@ def distance(edges: NDArray[np.bool_]) -> Floats:
     for turned in (field, field[::-1, ::-1]):
         for row in range(margin, margin + side):
             for column in range(margin, margin + side):
-                here = turned[row, column]
+                pixel = turned[row, column]
                 for down, right, length in MOVES:
-                    np.minimum(here, turned[row + down, column + right] + length, out=here)
+                    np.minimum(pixel, turned[row + down, column + right] + length, out=pixel)
     return np.moveaxis(field[inner, inner], -1, 0) / STRAIGHT
 
 
@@ -164,7 +164,7 @@ def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     enlarge = zooming(side, zoom)
     layer = enlarge @ layer @ enlarge.T
     layer[layer < threshold] = 0
-    fallen = unit(rounded(moved(truncated(layer).astype(np.float64), int(radius), sigma, drawn[:, -1])))
+    fallen = unit(rounded(motion_blurred(truncated(layer).astype(np.float64), int(radius), sigma, drawn[:, -1])))
     values = unit(pixels)
     grey = (values * LUMA).sum(axis=1, keepdims=True)
     whitened = share * values + (1 - share) * np.maximum(values, 1.5 * grey + 0.5)
@@ -179,8 +179,8 @@ ICE = np.array([0.86, 0.94, 1.0])
 OCTAVES = 5
 
 
-def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
-    """Return `ours * image + theirs * frost`, clipped to [0, 255]; each image gets a random crop of a frost picture."""
+def frost(pixels: Bytes, streams: Streams, image_weight: float, frost_weight: float) -> Bytes:
+    """Return `image_weight * image + frost_weight * frost`, clipped to [0, 255]; each image gets a random crop of a frost picture."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
@@ -189,7 +189,7 @@ def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
         # As in the original code, the last possible position is never drawn.
         top, left = (int(generator.integers(max(1, length - side))) for length in picture.shape[1:])
         pieces[index] = picture[:, top : top + side, left : left + side]
-    return np.clip(ours * pixels + theirs * pieces, 0, 255).astype(np.uint8)
+    return np.clip(image_weight * pixels + frost_weight * pieces, 0, 255).astype(np.uint8)
 
 
 @lru_cache(maxsize=2 * PICTURES)
@@ -279,11 +279,11 @@ def equalised(layers: Bytes) -> Bytes:
     levels = int(layers.max(initial=0)) + 1
     counts = np.stack([(layers == level).sum(axis=(1, 2)) for level in range(levels)], axis=1)
     lowest = layers.min(axis=(1, 2))
-    everyone = np.arange(len(layers))
-    least = counts[everyone, lowest]
+    layer_indices = np.arange(len(layers))
+    least = counts[layer_indices, lowest]
     flat = least == total
     # OpenCV computes in float32, which affects how halves are rounded.
     scale = np.float32(255) / np.where(flat, 1, total - least).astype(np.float32)
     risen = np.maximum(np.cumsum(counts, axis=1) - least[:, None], 0).astype(np.float32)
     table = np.where(flat[:, None], np.arange(levels), np.rint(risen * scale[:, None])).astype(np.uint8)
-    return table[everyone[:, None, None], layers]
+    return table[layer_indices[:, None, None], layers]

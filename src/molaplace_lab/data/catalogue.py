@@ -42,8 +42,8 @@ class Split:
     def find(self, directory: Path) -> list[Path] | None:
         """Return the paths of the first list whose files are all in one folder, or None if no list is complete."""
         for names in self.files:
-            for place in (directory / folder for folder in self.folders):
-                paths = [path for name in names if (path := _find(place / name)) is not None]
+            for folder in self.folders:
+                paths = [path for name in names if (path := _find(directory / folder / name)) is not None]
                 if len(paths) == len(names):
                     return paths
         return None
@@ -118,7 +118,7 @@ def _notmnist(paths: Sequence[Path]) -> Images:
     if len(paths) == 2:
         return read_idx_pair(paths)
     folder = open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ")
-    return folder.part([place for place, path in enumerate(folder.paths) if path.stat().st_size]).load()
+    return folder.part([index for index, path in enumerate(folder.paths) if path.stat().st_size]).load()
 
 
 def _notmnist_split(prefix: str, size: str, count: int) -> Split:

@@ -21,13 +21,12 @@ from molaplace_lab.data.catalogue import data_directory
 from molaplace_lab.data.download import FETCH_AGAIN, Download
 from molaplace_lab.data.readers import open_npy
 
-FOLDER = "CIFAR-10-C"
-PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
+FOLDERS = ("CIFAR-10-C", "cifar10-c", "cifar-10-c", "")
 
 ARCHIVE = Download(
     ("https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",),
     "56bf5dcef84df0e2308c6dcbcbbd8499",
-    {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CORRUPTIONS, "labels")},
+    {f"CIFAR-10-C/{name}.npy": f"CIFAR-10-C/{name}.npy" for name in (*CORRUPTIONS, "labels")},
 )
 """The archive of all corruptions (2.9 GB)."""
 
@@ -35,7 +34,7 @@ ARCHIVE = Download(
 def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
     """Find the folder in `root` that contains the published files for all given corruptions; return None if there is none."""
     names = [f"{name}.npy" for name in (*corruptions, "labels")]
-    return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
+    return next((root / folder for folder in FOLDERS if all((root / folder / name).is_file() for name in names)), None)
 
 
 def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
@@ -53,7 +52,7 @@ def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
     return Images(torch.from_numpy(chosen), torch.from_numpy(labels[rows].astype(np.int64)))
 
 
-PEOPLE = tuple(
+COUNTS = tuple(
     f"{folder}/{file}"
     for folder in ("cifar10h", "cifar-10h", "cifar-10h/data")
     for file in ("cifar10h-counts.npy", "counts.npy")
@@ -68,7 +67,7 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
     The labels (10000,) of the CIFAR-10 test set are used to check the order of the images.
     """
     root = data_directory(directory)
-    path = next((root / place for place in PEOPLE if (root / place).is_file()), None)
+    path = next((root / name for name in COUNTS if (root / name).is_file()), None)
     if path is None:
         return None
     counts = torch.from_numpy(open_npy(path).astype(np.int64))

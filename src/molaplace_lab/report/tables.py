@@ -419,10 +419,10 @@ def _cost(suite: SuiteResults) -> Table | None:
     for index, (group, unit, key, factor, base) in enumerate(COSTS):
         ratio = f"\N{MULTIPLICATION SIGN} {base}"
         columns += [Column(name, group=group, digits=2) for name in (unit, ratio, f"paper {ratio}")]
-        ours = {method: None if cost[key] is None else factor * cost[key] for method, cost in costs.items()}
+        measured = {method: None if cost[key] is None else factor * cost[key] for method, cost in costs.items()}
         paper = {method: published[index] for method, published in paper_numbers.COST.items()}
         for method, row in rows.items():
-            row += [ours[method], *(_ratio(values.get(method), values.get(base)) for values in (ours, paper))]
+            row += [measured[method], *(_ratio(values.get(method), values.get(base)) for values in (measured, paper))]
     settings = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in suite.cost["settings"].items())
     caption = (
         f"Measured in one run{f' (settings: {settings})' if settings else ''}. The 'paper' columns give the ratios in the paper "

@@ -45,7 +45,7 @@ class SuiteReport:
     tables: dict[str, Table]
     figures: dict[str, Drawn]
 
-    def named(self, beginning: str) -> list[Table]:
+    def tables_beginning(self, beginning: str) -> list[Table]:
         """Return the tables whose names begin with the given prefix."""
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 

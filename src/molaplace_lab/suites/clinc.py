@@ -65,14 +65,14 @@ def _read(options: DataOptions, rows_of: Rows) -> dict[str, LabelledData]:
     parts = {}
     for part, requests in load_clinc150(options.directory).items():
         rows = rows_of(requests)
-        places = even_indices(len(rows), min(len(rows), limits.get(part) or len(rows)))
-        parts[part] = LabelledData(rows.inputs[places], rows.labels[places])
+        indices = even_indices(len(rows), min(len(rows), limits.get(part) or len(rows)))
+        parts[part] = LabelledData(rows.inputs[indices], rows.labels[indices])
     return parts
 
 
 def _source(name: str, title: str, role: Role, rows: LabelledData) -> Source:
-    def read(places: Sequence[int]) -> Batches:
-        return LabelledData(rows.inputs[list(places)], rows.labels[list(places)]).batches(BATCH)
+    def read(indices: Sequence[int]) -> Batches:
+        return LabelledData(rows.inputs[list(indices)], rows.labels[list(indices)]).batches(BATCH)
 
     digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
     return Source(name, title, role, len(rows), checksum("sentences", digest), read, show=None)

@@ -58,13 +58,13 @@ def image_source(
     # Small batches of colour images stay in the processor's cache; in measurements, they were 10 % faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
-    def read(places: Sequence[int]) -> Batches:
-        shown = change(images).part(places)
-        pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
+    def read(indices: Sequence[int]) -> Batches:
+        changed = change(images).part(indices)
+        pixels, labels = (torch.split(part, batch_size) for part in (changed.pixels, changed.labels))
         return ((normalise(part), some_labels) for part, some_labels in zip(pixels, labels, strict=True))
 
-    def show(places: Sequence[int]) -> Images:
-        return change(images.part(slice(0, max(places) + 1))).part(places)
+    def show(indices: Sequence[int]) -> Images:
+        return change(images.part(slice(0, max(indices) + 1))).part(indices)
 
     sample = show(range(min(SAMPLE, len(images)))).pixels
     first_inputs = hashlib.sha256(normalise(sample).contiguous().numpy().tobytes()).hexdigest()

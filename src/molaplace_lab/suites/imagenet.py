@@ -77,23 +77,20 @@ def _source(
     normalise = normalisation(options.normalisation or "imagenet")
     change = partial(corrupt, severity=level, seed=CORRUPTION_SEED, parameters="imagenet-c")
 
-    def pictures(places: Sequence[int]) -> Iterator[Images]:
+    def pictures(indices: Sequence[int]) -> Iterator[Images]:
         # The corruption of an image depends only on its index.
-        for index, (pixels, labels) in enumerate(images.part(places).batches(BATCH, workers=2)):
+        for batch, (pixels, labels) in enumerate(images.part(indices).batches(BATCH, workers=2)):
             if kinds:
-                indices = places[index * BATCH : index * BATCH + len(labels)]
-                pairs = zip(torch.split(pixels, 1), indices, strict=True)
-                pixels = torch.cat(
-                    [change(image, kinds[index_of_image], first=index_of_image) for image, index_of_image in pairs]
-                )
+                pairs = zip(torch.split(pixels, 1), indices[batch * BATCH : batch * BATCH + len(labels)], strict=True)
+                pixels = torch.cat([change(image, kinds[index], first=index) for image, index in pairs])
             yield Images(pixels, labels)
 
-    def read(places: Sequence[int]) -> Batches:
-        return ((normalise(batch.pixels), batch.labels) for batch in pictures(places))
+    def read(indices: Sequence[int]) -> Batches:
+        return ((normalise(batch.pixels), batch.labels) for batch in pictures(indices))
 
-    def show(places: Sequence[int]) -> Images:
-        pixels = torch.cat([in_colour(batch.pixels, THUMBNAIL) for batch in pictures(places)])
-        return Images(pixels, images.labels[list(places)])
+    def show(indices: Sequence[int]) -> Images:
+        pixels = torch.cat([in_colour(batch.pixels, THUMBNAIL) for batch in pictures(indices)])
+        return Images(pixels, images.labels[list(indices)])
 
     root = data_directory(options.directory)
     files = [(path.relative_to(root).as_posix(), path.stat()) for path in images.paths]
@@ -113,15 +110,15 @@ def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
     normalise = normalisation(options.normalisation or "imagenet")
     side = _preparation(options).crop or 224
 
-    def read(places: Sequence[int]) -> Batches:
-        chosen = images.part(places)
+    def read(indices: Sequence[int]) -> Batches:
+        chosen = images.part(indices)
         for pixels, labels in zip(
             *(torch.split(tensor, BATCH) for tensor in (chosen.pixels, chosen.labels)), strict=True
         ):
             yield normalise(in_colour(pixels, side)), labels
 
-    def show(places: Sequence[int]) -> Images:
-        chosen = images.part(places)
+    def show(indices: Sequence[int]) -> Images:
+        chosen = images.part(indices)
         return Images(in_colour(chosen.pixels, THUMBNAIL), chosen.labels)
 
     key = checksum(data_checksum(images.pixels, images.labels), side, repr(normalise))
@@ -137,17 +134,19 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
         one_of(name, CORRUPTIONS, "types")
     directory = data_directory(options.directory)
     wanted = options.types or CORRUPTIONS
-    there = tuple(
+    published = tuple(
         name for name in wanted if all(imagenet_c_folder(name, severity, directory) for severity in SEVERITIES)
     )
-    if not there:
+    if not published:
         for name in options.types:
             one_of(name, IMAGENET_CORRUPTIONS, "types that can be generated")
         return options.types or GENERATED, False
-    if len(there) < len(wanted):
-        missing = ", ".join(name for name in wanted if name not in there)
-        warn(f"ImageNet-C lacks {missing} in {directory}, so only {len(there)} of {len(wanted)} corruptions are used.")
-    return there, True
+    if len(published) < len(wanted):
+        missing = ", ".join(name for name in wanted if name not in published)
+        warn(
+            f"ImageNet-C lacks {missing} in {directory}, so only {len(published)} of {len(wanted)} corruptions are used."
+        )
+    return published, True
 
 
 def _shifted(
@@ -227,11 +226,11 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
     folds: list[dict[str, Source]] = []
     for turn in range(FOLDS):
         fold: dict[str, Source] = {
-            role: whole.part(_places(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
+            role: whole.part(_indices(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
             for role, (title, fifths) in PARTS.items()
         }
         # The images are sorted by their index within the class and then by class, so that the types alternate.
-        tested = _places(ranks[some], PARTS["test"][1], turn)
+        tested = _indices(ranks[some], PARTS["test"][1], turn)
         order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
         folds.append({**fold, **{source.name: source.part(order) for source in shifts}, **outliers})
     return folds
@@ -247,7 +246,7 @@ def _ranks(labels: Tensor) -> Tensor:
     return ranks
 
 
-def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
+def _indices(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
     # Return the indices of the images in the requested fifths of each class.
     fifths = torch.tensor([(fifth + turn) % FOLDS for fifth in wanted])
     return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
