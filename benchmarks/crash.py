@@ -170,12 +170,12 @@ class Arena:
     """A task, the files that exist before it starts, and the result of an uninterrupted run."""
 
     def __init__(
-        self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
+        self, folder: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
     ) -> None:
         self.act = act
         self.read = read
-        self.folder = place / "folder"
-        self.template = place / "template"
+        self.folder = folder / "folder"
+        self.template = folder / "template"
         self.template.mkdir()
         run(self.template, prepare)
         shutil.copytree(self.template, self.folder)
@@ -248,8 +248,8 @@ def campaign(kind: str, cases: range) -> dict[str, Any]:
     """Kill one task repeatedly and count the outcomes."""
     outcomes = collections.Counter[str]()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        arena = Arena(Path(place), *KINDS[kind])
+    with tempfile.TemporaryDirectory() as folder:
+        arena = Arena(Path(folder), *KINDS[kind])
         for index in tqdm(cases, desc=kind, disable=None):
             outcome, how = arena.case(index)
             outcomes[outcome] += 1

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import record
 import torch
-from suites import MNIST_NETWORKS, Suite, open_suite
+from suites import MNIST_NETWORKS, StoredSuite, open_suite
 from torch import Tensor, nn
 
 import molaplace as mola
@@ -142,14 +142,14 @@ def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
     }
 
 
-def from_suite(suite: Suite) -> Ready:
+def from_suite(suite: StoredSuite) -> Ready:
     """Fit a posterior to the stored activations of a suite, and tune it."""
     stored = suite.read(slice(COMPONENTS))
     posterior = mola.fit(stored["train"].heads, stored.pop("train"), stored.pop("validation"), progress=False)
     sets = {
         name: Rows(
             torch.cat([features for features, _ in activations]),
-            None if name in suite.places("outlier") else activations.labels,
+            None if name in suite.names("outlier") else activations.labels,
         )
         for name, activations in stored.items()
     }
@@ -287,10 +287,10 @@ def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> 
     """Compare the realised coverage with the nominal coverage, and measure the mean set size."""
     held = []
     sizes = []
-    for place, (rows, rest) in enumerate(splits.plain()):
+    for draw, (rows, rest) in enumerate(splits.plain()):
         made = prediction_sets(known.select(rows), None, coverage)
         held.append(float((-known.true_probability[rest] <= made.threshold).double().mean()))
-        if place < SIZED:
+        if draw < SIZED:
             sizes.append(float(made(probs[rest]).sum(1).double().mean()))
     common = {"splits": splits.count, "kind": "lac", "by": "all", "promised": coverage}
     return {**common, "realised": mean_and_error(held), "size": mean_and_error(sizes)}

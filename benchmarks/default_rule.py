@@ -17,7 +17,7 @@ from typing import Any
 
 import record
 import torch
-from suites import MNIST_NETWORKS, Suite, open_suite
+from suites import MNIST_NETWORKS, StoredSuite, open_suite
 from torch import Tensor
 
 import molaplace as mola
@@ -35,14 +35,14 @@ SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
 """Settings to compare: (number of networks, number of validation images)."""
 
 
-def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
+def rows_of(data: HeldOut, indices: Tensor) -> HeldOut:
     """Select rows of the held-out data by index."""
     assert data.labels is not None
     return replace(
         data,
-        phi=[tensor[places] for tensor in data.phi],
-        outputs=[tensor[places] for tensor in data.outputs],
-        labels=data.labels[places],
+        phi=[tensor[indices] for tensor in data.phi],
+        outputs=[tensor[indices] for tensor in data.outputs],
+        labels=data.labels[indices],
     )
 
 
@@ -82,10 +82,10 @@ def measured(
     }
 
 
-def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
+def compare(suite_name: str, suite: StoredSuite) -> list[dict[str, Any]]:
     """Compare the rules on all groups of networks in one suite."""
     rows = []
-    outliers = suite.places("outlier")
+    outliers = suite.names("outlier")
     for group in range(len(suite.networks) // GROUP):
         seed = None if group < HALF else SEED
         for count, images in SETTINGS:
@@ -93,11 +93,11 @@ def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
             heads = stored["validation"].heads
             posterior = mola.fit(heads, stored["train"], progress=False)
             read = {
-                place: posterior.read(
-                    [batch[0] for batch in batches] if place in outliers else batches, place, labelled=None
+                name: posterior.read(
+                    [batch[0] for batch in batches] if name in outliers else batches, name, labelled=None
                 )
-                for place, batches in stored.items()
-                if place != "train"
+                for name, batches in stored.items()
+                if name != "train"
             }
             validation, read["test"] = split(read.pop("validation"), read["test"], seed)
             validation = rows_of(validation, torch.arange(images))
@@ -111,7 +111,7 @@ def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
             }
             where = {"suite": suite_name, "half": "chosen" if seed is None else "confirmed", "group": group}
             for method, predictor in methods.items():
-                numbers = measured(predictor, read, suite.places("shift"), outliers)
+                numbers = measured(predictor, read, suite.names("shift"), outliers)
                 rows.append({**where, "networks": count, "validation": images, "method": method, **numbers})
     return rows
 

@@ -96,8 +96,8 @@ class Problem:
             with torch.no_grad():
                 phi = network[:-1](inputs).double().numpy()
                 logits = network(inputs).double().numpy()
-            ones = np.ones((len(phi), 0 if network[-1].bias is None else 1))
-            rows[0].append(np.concatenate([phi, ones], axis=1))
+            bias = np.ones((len(phi), 0 if network[-1].bias is None else 1))
+            rows[0].append(np.concatenate([phi, bias], axis=1))
             rows[1].append(logits)
         return rows
 
@@ -191,8 +191,8 @@ def compare(
     try:
         with np.errstate(all="ignore"):
             exact = np.asarray(expected(reference))
-            moved = [expected(reference.shaken(noise, rounding)) for noise in dense.noises(problem.rng, PAIRS)]
-            movement = np.max([np.abs(other - exact) for other in moved], axis=0)
+            perturbed = [expected(reference.shaken(noise, rounding)) for noise in dense.noises(problem.rng, PAIRS)]
+            movement = np.max([np.abs(other - exact) for other in perturbed], axis=0)
     except (dense.NoAnswerError, np.linalg.LinAlgError):
         return False
     if not np.isfinite(exact).all():
@@ -210,9 +210,9 @@ def compare(
     decided = np.isfinite(tolerance) & (tolerance <= UNDECIDED * size)
     off = np.abs(values - exact)
     if (decided & (off > tolerance)).any():
-        place = np.unravel_index(np.argmax(np.where(decided, off / tolerance, 0)), off.shape)
-        closed = f"the closed form is {exact[place]!r} +- {tolerance[place]:.1g}"
-        raise WrongError(f"{name}{list(map(int, place))}: {values[place]!r}, {closed}")
+        index = np.unravel_index(np.argmax(np.where(decided, off / tolerance, 0)), off.shape)
+        closed = f"the closed form is {exact[index]!r} +- {tolerance[index]:.1g}"
+        raise WrongError(f"{name}{list(map(int, index))}: {values[index]!r}, {closed}")
     return bool(decided.any())
 
 

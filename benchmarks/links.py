@@ -146,16 +146,16 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
         }
         for name, values in quantities.items():
             averages[name].add(values)
-        for statistics, place in zip(below, quantiles, strict=True):
-            statistics.add((draws <= place).double())
+        for statistics, quantile in zip(below, quantiles, strict=True):
+            statistics.add((draws <= quantile).double())
     for name in ("mean", "variance", "within", "between", "aleatoric"):
         yield name, getattr(prediction, name), averages[name].mean, averages[name].error, True
     yield "distribution function", prediction.cdf(y), averages["cdf"].mean, averages["cdf"].error, True
-    for level, place, statistics in zip(LEVELS, quantiles, below, strict=True):
+    for level, quantile, statistics in zip(LEVELS, quantiles, below, strict=True):
         # Divide by the density at the quantile to obtain errors in the units of the targets.
-        slope = (prediction.cdf(place + 1e-4) - prediction.cdf(place - 1e-4)) / 2e-4
+        slope = (prediction.cdf(quantile + 1e-4) - prediction.cdf(quantile - 1e-4)) / 2e-4
         chance = math.sqrt(level * (1 - level) / statistics.count)
-        yield f"quantile {level:g}", place, place + (level - statistics.mean) / slope, chance / slope, True
+        yield f"quantile {level:g}", quantile, quantile + (level - statistics.mean) / slope, chance / slope, True
     density, distance, spread = (averages[name] for name in ("density", "distance", "spread"))
     yield "log density", prediction.log_prob(y), density.mean.log(), density.error / density.mean, True
     error = (distance.error.square() + spread.error.square() / 4).sqrt()
@@ -283,7 +283,7 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
     }
     for rule_name, rule in RULES.items():
         posterior = experiment.tune(fitted, rule)
-        for place, (inputs, known) in points.items():
+        for data, (inputs, known) in points.items():
             halves = [
                 posterior.with_link(links.MonteCarlo(JUDGE_SAMPLES // 2, seed=seed))(inputs) for seed in (101, 202)
             ]
@@ -296,7 +296,7 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
                     "structure": structure,
                     "rule": rule_name,
                     "prior_precision": posterior.prior_precision[0],
-                    "data": place,
+                    "data": data,
                     "link": name,
                     "mean_tv": float(distance.mean()),
                     "max_tv": float(distance.max()),
@@ -326,13 +326,13 @@ def scores(experiment: Experiment, structure: str, name: str, posterior: mola.Mo
 def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> dict[str, Any]:
     """Measure the median variance of a logit, split into the part common to all classes and the part in the contrasts between them."""
     row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
-    for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
+    for name, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
         curvature = posterior.components[0].layer.curvature
         precision = posterior.prior_precision[0]
         phi = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=inputs.dtype)], 1)
         contrast = curvature.variance(phi, precision, centred=True)
-        row[f"common_{place}"] = float((curvature.variance(phi, precision) - contrast).mean(1).median())
-        row[f"contrast_{place}"] = float(contrast.mean(1).median())
+        row[f"common_{name}"] = float((curvature.variance(phi, precision) - contrast).mean(1).median())
+        row[f"contrast_{name}"] = float(contrast.mean(1).median())
     return row
 
 

@@ -152,12 +152,12 @@ def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, f
     structure = Kron()
     sums = {}
     for _ in range(3):
-        each = [timed(lambda: sums.update(structure.sums(phi, curvature)))[1] for _ in range(3)]
+        seconds_of_repeats = [timed(lambda: sums.update(structure.sums(phi, curvature)))[1] for _ in range(3)]
     tensors = list(sums.values())
     meetings = [timed(lambda: team.sum(tensors))[0] for _ in range(3)]
     matrix = torch.randn(1000, 1000, dtype=torch.float64)
     product = statistics.median(timed(lambda: matrix @ matrix)[1] for _ in range(5))
-    seconds = statistics.median(each) / rows
+    seconds = statistics.median(seconds_of_repeats) / rows
     operations = float(features**2 + classes**2)
     total = Sums(sums, rows)
     return {
@@ -221,7 +221,7 @@ def main() -> int:
     environment = record.environment("molaplace")
     rows = []
     print(f"{'work':8} {'structure':10} {'P':>5} {'C':>5} {'N':>6} {'peak':>9} {'result':>9}   bar")
-    for case in [CASES[place] for place in QUICK] if options.quick else CASES:
+    for case in [CASES[index] for index in QUICK] if options.quick else CASES:
         *arguments, judged = case
         work, structure, features, classes, count = arguments
         command = [sys.executable, __file__, "--case", json.dumps(arguments)]

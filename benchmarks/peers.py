@@ -97,10 +97,10 @@ def apart(tensor: Tensor, reference: Tensor) -> float:
 def bias_last(head: nn.Linear) -> Tensor:
     """Return the position of each of molaplace's weights in laplace-torch's parameter vector (weights row by row, then biases)."""
     classes, features = head.weight.shape
-    places = torch.arange(classes * features).view(classes, features)
+    positions = torch.arange(classes * features).view(classes, features)
     if head.bias is not None:
-        places = torch.cat([places, classes * features + torch.arange(classes)[:, None]], dim=1)
-    return places.flatten()
+        positions = torch.cat([positions, classes * features + torch.arange(classes)[:, None]], dim=1)
+    return positions.flatten()
 
 
 def weight_covariance(peer: Any) -> Tensor:
@@ -114,7 +114,8 @@ def quantities(
     posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor, order: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each quantity's name, molaplace's value and laplace-torch's value."""
-    (component,), (precision,) = posterior.components, posterior.prior_precision
+    (component,) = posterior.components
+    (precision,) = posterior.prior_precision
     curvature = component.layer.curvature
     outputs, features = component.layer.weights.shape
     blocks = weight_covariance(peer)[order][:, order].view(outputs, features, outputs, features)
@@ -176,8 +177,8 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
     point = [best.prior_precision[0], *([float(best.noise[0, 0])] if regression else [])]
 
     def evidence(along: int, by: float) -> float:
-        moved = [value * math.exp(by * (place == along)) for place, value in enumerate(point)]
-        return float(peer.log_marginal_likelihood(*(torch.tensor([value], dtype=torch.float64) for value in moved)))
+        shifted = [value * math.exp(by * (index == along)) for index, value in enumerate(point)]
+        return float(peer.log_marginal_likelihood(*(torch.tensor([value], dtype=torch.float64) for value in shifted)))
 
     sizes = [peer.n_params / 2] + ([peer.n_data * peer.n_outputs] if regression else [])
     for along, (name, size) in enumerate(zip(("prior precision", "noise"), sizes, strict=False)):
@@ -391,15 +392,15 @@ def intervals() -> dict[str, Any]:
     class Column(RegressorMixin, BaseEstimator):
         """A regressor whose prediction is one column of its inputs."""
 
-        def __init__(self, place: int = 0) -> None:
-            self.place = place
+        def __init__(self, column: int = 0) -> None:
+            self.column = column
             self.fitted_ = True
 
         def fit(self, _x: Any, _y: Any) -> Any:
             return self
 
         def predict(self, x: Any) -> np.ndarray:
-            return np.asarray(x)[:, self.place]
+            return np.asarray(x)[:, self.column]
 
     def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(seed)
@@ -407,7 +408,8 @@ def intervals() -> dict[str, Any]:
         middle = np.sin(2 * x)
         return np.stack([middle - 0.4, middle + 0.5, middle], 1), middle + rng.normal(0, 0.1 + 0.3 * x)
 
-    (columns, targets), (new, truth) = draw(500, 0), draw(2000, 1)
+    columns, targets = draw(500, 0)
+    new, truth = draw(2000, 1)
     made = ConformalizedQuantileRegressor([Column(0), Column(1), Column(2)], 0.9, prefit=True)
     made.conformalize(columns, targets)
     peer_intervals = made.predict_interval(new, symmetric_correction=True)[1][:, :, 0]
@@ -440,31 +442,31 @@ def conformal() -> dict[str, Any]:
                 rows: list[Any],
                 name: str,
                 case: str,
-                ours: Any,
-                theirs: Any,
+                sets: Any,
+                peer_sets: Any,
                 truth: Any = truth,
                 coverage: float = coverage,
             ) -> None:
-                places = np.arange(len(truth))
+                rows_of_sets = np.arange(len(truth))
                 rows.append(
                     {
                         "peer": name,
                         "case": case,
-                        "classes": ours.shape[1],
+                        "classes": sets.shape[1],
                         "promised": coverage,
                         "sets": len(truth),
-                        "equal": int((ours == theirs).all(1).sum()),
-                        "coverage": [float(one[places, truth].mean()) for one in (ours, theirs)],
-                        "size": [float(one.sum(1).mean()) for one in (ours, theirs)],
+                        "equal": int((sets == peer_sets).all(1).sum()),
+                        "coverage": [float(held[rows_of_sets, truth].mean()) for held in (sets, peer_sets)],
+                        "size": [float(held.sum(1).mean()) for held in (sets, peer_sets)],
                     }
                 )
 
             options: dict[str, dict[str, Any]] = {"lac": {}, "aps": {}, "raps": {"penalty": 0.02, "free": 2}}
-            ours = {
+            our_sets = {
                 name: mola.prediction_sets(probs, labels, coverage, name, **more)(new).numpy()  # type: ignore[arg-type]
                 for name, more in options.items()
             }
-            add(same, "MAPIE", "lac", ours["lac"], mapie_sets("lac", *arguments))
+            add(same, "MAPIE", "lac", our_sets["lac"], mapie_sets("lac", *arguments))
             add(
                 same,
                 "MAPIE",
@@ -474,12 +476,12 @@ def conformal() -> dict[str, Any]:
             )
             scores = torchcp_scores(peer, 0.02, 2)
             for name, score in scores.items():
-                add(same, "TorchCP", name, ours[name], torchcp_sets(score, peer.split, *arguments))
+                add(same, "TorchCP", name, our_sets[name], torchcp_sets(score, peer.split, *arguments))
             if classes <= 10:
                 by_class = mola.prediction_sets(probs, labels, coverage, by="class")(new).numpy()
                 add(same, "TorchCP", "lac, by class", by_class, torchcp_sets(scores["lac"], peer.by_class, *arguments))
             for case, last in (("aps, last label kept", True), ("aps, last label dropped", False)):
-                add(different, "MAPIE", case, ours["aps"], mapie_sets("aps", *arguments, include_last_label=last))
+                add(different, "MAPIE", case, our_sets["aps"], mapie_sets("aps", *arguments, include_last_label=last))
     packages = {name: version(name) for name in ("mapie", "torchcp", "torch", "numpy", "scikit-learn")}
     share = sum(row["equal"] for row in same) / sum(row["sets"] for row in same)
     return {
@@ -494,7 +496,8 @@ def conformal() -> dict[str, Any]:
 def frozen() -> dict[str, Any]:
     """Return the contents of tests/library/conformal_reference.json: a small case, and MAPIE's and TorchCP's sets for it."""
     peer = torchcp()
-    (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
+    probs, labels = predictions(60, 4, 1)
+    new, _ = predictions(25, 4, 2)
     arguments = probs, labels, new, 0.8
     scores = torchcp_scores(peer, 0.05, 1)
     sets_by_method = {f"TorchCP {name}": torchcp_sets(score, peer.split, *arguments) for name, score in scores.items()}

@@ -367,8 +367,8 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         ratios = sorted(b[0] / a[0] for a, b in zip(times["mola"], times["peer"], strict=True))
         low, high = (ratios[0], ratios[-1]) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
         spread = {"ratio": statistics.median(ratios), "quartile_1": low, "quartile_3": high}
-        named = {"seconds": seconds["mola"], "peer_seconds": seconds["peer"], "bare_seconds": seconds["bare"]}
-        rows.append({"work": work, **size, "peer": name, **named, **spread})
+        medians = {"seconds": seconds["mola"], "peer_seconds": seconds["peer"], "bare_seconds": seconds["bare"]}
+        rows.append({"work": work, **size, "peer": name, **medians, **spread})
 
     def fitting(features: int, classes: int, count: int, structures: Sequence[str], repeats: int) -> None:
         model = head(INPUTS, features, classes).eval()
@@ -381,17 +381,17 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
                 except Exception as error:  # another library's backends may raise any error
                     print(f"{structure} with {name}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
                     continue
-                theirs = lambda backend=backend, structure=structure: peer(model, structure, backend).fit(loader)  # noqa: E731
-                mine = partial(mola.fit, model, loader, structure=structure, progress=False)
-                add(f"fit {structure}", name, size, mine, theirs, partial(bare, [model], loader), repeats)
+                fit_peer = lambda backend=backend, structure=structure: peer(model, structure, backend).fit(loader)  # noqa: E731
+                fit_ours = partial(mola.fit, model, loader, structure=structure, progress=False)
+                add(f"fit {structure}", name, size, fit_ours, fit_peer, partial(bare, [model], loader), repeats)
 
     def using(features: int, classes: int, count: int, repeats: int) -> None:
         model = head(INPUTS, features, classes).eval()
         training = PeerLoader(count, classes)
         held_out = PeerLoader(count, classes, model)
         posterior = mola.fit(model, training, structure="kron-exact", progress=False)
-        theirs = peer(model, "kron", CurvlinopsGGN)
-        theirs.fit(training)
+        fitted_peer = peer(model, "kron", CurvlinopsGGN)
+        fitted_peer.fit(training)
         size = {"features": features, "classes": classes, "data": count}
         grid = torch.logspace(-4, 3, GRID).tolist()
         search = {"pred_type": "glm", "link_approx": "probit", "val_loader": held_out, "grid_size": GRID}
@@ -399,13 +399,13 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         pairs: dict[str, tuple[Work, Work, Loader, int]] = {
             f"tune, {GRID} values, whole call": (
                 lambda: posterior.tune(held_out, rule=mola.rules.Score("nll", grid=grid), progress=False),
-                lambda: theirs.optimize_prior_precision(method="gridsearch", **search),
+                lambda: fitted_peer.optimize_prior_precision(method="gridsearch", **search),
                 held_out,
                 max(2, repeats // 4),
             ),
             "tune, evidence": (
                 lambda: posterior.tune(rule="evidence", progress=False),
-                lambda: theirs.optimize_prior_precision(method="marglik", n_steps=100),
+                lambda: fitted_peer.optimize_prior_precision(method="marglik", n_steps=100),
                 [],
                 repeats,
             ),
@@ -413,7 +413,7 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         for inputs in (held_out[0][0], PeerLoader(1024, classes, size=1024)[0][0]):
             pairs[f"predict, probit, {len(inputs)} inputs of {INPUTS} numbers"] = (
                 lambda inputs=inputs: posterior(inputs),
-                lambda inputs=inputs: theirs(inputs, link_approx="probit"),
+                lambda inputs=inputs: fitted_peer(inputs, link_approx="probit"),
                 [(inputs, inputs)],
                 repeats,
             )

@@ -13,7 +13,7 @@ MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
 
 
 @dataclass(frozen=True)
-class Suite:
+class StoredSuite:
     """The networks of a suite, its data sets, and the networks' activations on these sets."""
 
     networks: list[Network]
@@ -22,16 +22,16 @@ class Suite:
 
     def read(self, networks: slice) -> dict[str, StoredActivations]:
         """Return the activations of the selected networks on every set."""
-        return {place: self.activations.read(self.networks[networks], source) for place, source in self.sources.items()}
+        return {name: self.activations.read(self.networks[networks], source) for name, source in self.sources.items()}
 
-    def places(self, role: str) -> list[str]:
+    def names(self, role: str) -> list[str]:
         """Return the names of the sets with the given role."""
-        return [place for place, source in self.sources.items() if source.role == role]
+        return [name for name, source in self.sources.items() if source.role == role]
 
 
 def open_suite(
     name: str, networks: Path, options: DataOptions, cache: Path, count: int | None = None, sets: Collection[str] = ()
-) -> Suite:
+) -> StoredSuite:
     """Open the MNIST or CIFAR-10 suite, and compute any missing activations.
 
     Args:
@@ -44,8 +44,8 @@ def open_suite(
     """
     suite = find_suite(name)
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)
-    sources = {place: source for place, source in suite.make_sources(options).items() if not sets or place in sets}
+    sources = {name: source for name, source in suite.make_sources(options).items() if not sets or name in sets}
     members = open_networks(sorted(networks.glob("*.safetensors"))[:count], build, label)
     activations = ActivationCache(cache)
     activations.compute(members, list(sources.values()), lambda doing, done: None)
-    return Suite(members, sources, activations)
+    return StoredSuite(members, sources, activations)

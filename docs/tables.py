@@ -25,28 +25,31 @@ from molaplace_lab.uci import UCI_METHODS, as_good, gap_table, read_records, sco
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"
-RESULTS, BENCHMARKS = ROOT / "results", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "results"
+BENCHMARKS = ROOT / "benchmarks" / "results"
 
 
-def table(place: str) -> str:
+def table(text: str) -> str:
     """Return the table of the given name as Markdown."""
-    name, *selection = [part.strip() for part in place.split(";")]
+    name, *selection = [part.strip() for part in text.split(";")]
     source, _, rest = name.partition(" ")
     if source in SOURCES:
         return SOURCES[source](rest)
     if not selection:
         heading, text = as_markdown(suite_table(name)).strip().split("\n", 1)
         return f"**{heading.removeprefix('### ')}**\n{text}"  # a real heading would appear in the table of contents
-    found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
-    better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
-    header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]
-    return markdown_rows(header, [[shown, *cells(found, row, list(columns))] for row, shown in rows.items()])
+    selected = suite_table(name)
+    rows = _names(selection[0])
+    columns = _names(selection[1])
+    better = {_column_name(column): ARROWS.get(column.better or "", "") for column in selected.columns}
+    header = ["", *[f"{title} {better.get(column, '')}".strip() for column, title in columns.items()]]
+    return markdown_rows(header, [[title, *cells(selected, row, list(columns))] for row, title in rows.items()])
 
 
 @cache
 def _suite(name: str) -> SuiteResults:
-    (found,) = read_suites(RESULTS, [name])
-    return found
+    (results,) = read_suites(RESULTS, [name])
+    return results
 
 
 @cache
@@ -62,12 +65,12 @@ def suite_table(name: str) -> Table:
     return known[rest]
 
 
-def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
+def cells(printed_table: Table, row: str, columns: Sequence[str]) -> list[str]:
     """Return the text of the cells in the given row and columns of a table."""
-    texts = found.texts.set_axis([_column_name(column) for column in found.columns], axis=1)
+    texts = printed_table.texts.set_axis([_column_name(column) for column in printed_table.columns], axis=1)
     if missing := [*({row} - set(texts.index)), *(name for name in columns if name not in texts)]:
         raise KeyError(
-            f"{found.title} has no {missing}. Its rows are {', '.join(texts.index)}. Its columns are {', '.join(texts)}."
+            f"{printed_table.title} has no {missing}. Its rows are {', '.join(texts.index)}. Its columns are {', '.join(texts)}."
         )
     return list(texts.loc[row, list(columns)])
 
@@ -104,7 +107,7 @@ def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]]
     """Return the rows of a record as a Markdown table; each column consists of a heading and a template for its cells."""
     write = Cells().vformat
     return markdown_rows(
-        [head for head, _ in columns], [[write(one, (), row) for _, one in columns] for row in rows], left
+        [head for head, _ in columns], [[write(template, (), row) for _, template in columns] for row in rows], left
     )
 
 
@@ -115,9 +118,9 @@ def _uci(name: str) -> str:
     if name != "findings":
         return score_table(records, name)
     scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
-    found = {words: as_good(records, score) for score, words in scores}
-    rows = [[words, *[str(one[method].sum()) for method in UCI_METHODS]] for words, one in found.items()]
-    count = len(found["negative log-likelihood"])
+    best_by_score = {words: as_good(records, score) for score, words in scores}
+    rows = [[words, *[str(best[method].sum()) for method in UCI_METHODS]] for words, best in best_by_score.items()]
+    count = len(best_by_score["negative log-likelihood"])
     return markdown_rows([f"best, or within a standard error of the best, of {count} sets", *UCI_METHODS], rows)
 
 
@@ -127,7 +130,8 @@ def _closed_forms(likelihood: str) -> str:
     lines = []
     for name in dict.fromkeys(row["quantity"] for row in rows):
         same = [row for row in rows if row["quantity"] == name]
-        worst, most = max(same, key=lambda row: row["error"]), max(row["standard_errors"] for row in same)
+        worst = max(same, key=lambda row: row["error"])
+        most = max(row["standard_errors"] for row in same)
         note = "" if worst["exact"] else " (an approximation)"
         lines.append([name, f"{worst['error']:.1e}", f"{worst['standard_error']:.1e}", f"{most:.1f}{note}"])
     return markdown_rows(
@@ -147,8 +151,8 @@ def _links(name: str) -> str:
         columns += [("common mode: test", "{common_test:.2g}"), ("SVHN", "{common_svhn:.2g}")]
         columns += [("contrasts: test", "{contrast_test:.2g}"), ("SVHN", "{contrast_svhn:.2g}")]
         return listed(document["variances"], columns)
-    rows = {(one["data"], one["structure"], one["link"]): one for one in document["rows"] if one["rule"] == name}
-    pairs = [{"test": one, "svhn": rows["svhn", *key[1:]]} for key, one in rows.items() if key[0] == "test"]
+    rows = {(row["data"], row["structure"], row["link"]): row for row in document["rows"] if row["rule"] == name}
+    pairs = [{"test": row, "svhn": rows["svhn", *key[1:]]} for key, row in rows.items() if key[0] == "test"]
     columns = [("structure", "`{test[structure]}`, λ = {test[prior_precision]:.2g}"), ("link", "{test[link]}")]
     for data, title in (("test", "test: "), ("svhn", "SVHN: ")):
         columns += [(f"{title}TV mean", f"{{{data}[mean_tv]:* 100 .2f}}"), ("max", f"{{{data}[max_tv]:* 100 .1f}}")]
@@ -166,7 +170,9 @@ def _labels(data: str) -> str:
     for name, title in scores.items():
         form = ".3f" if name == "nll" else "* 100 .1f"
         columns.append((title, f"{{{name}[mean]:{form}}} ± {{{name}[error]:{form}}}"))
-    return listed([{"method": method, **one[data]} for method, one in record("labels")["methods"].items()], columns)
+    return listed(
+        [{"method": method, **results[data]} for method, results in record("labels")["methods"].items()], columns
+    )
 
 
 CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
@@ -181,19 +187,22 @@ def _decisions(name: str) -> str:
         columns = [("% of", "{set}"), *((title, f"{{{field}:* 100 .1f}}") for field, title in fields.items())]
         return listed([dict.fromkeys(fields) | row for row in cases[name]["shift"]], columns)
     rows = []
-    for case, shown in CASES.items():
+    for case, title in CASES.items():
         for row in cases[case]["answers"]:
             if (row["method"], row["score"]) == ("MoLA", "confidence"):
                 words = "at most {promised:* 100 g} % errors"
                 detail = "{violations:* 100 .1f} % of draws above; answers {answered[0]:* 100 .1f} %"
-                rows.append((shown, words, detail, row))
+                rows.append((title, words, detail, row))
         for row in cases[case]["sets"]:
             if (row["method"], row["kind"], row["by"]) == ("MoLA", "lac", "all"):
-                rows.append((shown, "{promised:* 100 g} % coverage", "{size[0]:.2f} classes per set", row))
-        rows += [(shown, "at most {promised:* 100 g} % false alarms", "", row) for row in cases[case]["alarms"]]
+                rows.append((title, "{promised:* 100 g} % coverage", "{size[0]:.2f} classes per set", row))
+        rows += [(title, "at most {promised:* 100 g} % false alarms", "", row) for row in cases[case]["alarms"]]
     realised = "{realised[0]:* 100 .2f} ± {realised[1]:* 100 .2f}"
     write = Cells().vformat
-    texts = [[shown, *(write(one, (), row) for one in (words, realised, detail))] for shown, words, detail, row in rows]
+    texts = [
+        [title, *(write(template, (), row) for template in (words, realised, detail))]
+        for title, words, detail, row in rows
+    ]
     return markdown_rows(["data", "guarantee", "realised %", ""], texts, 2)
 
 
@@ -205,15 +214,22 @@ def _saturated(name: str) -> str:
         key = f"{row['activation']}, {row['likelihood']}, {row['far']}"
         rows.setdefault(key, {"key": key})[row["score"]] = row
     form = "{{{0}[auroc]:* 100 .0f}} ± {{{0}[standard_error]:* 100 .0f}}"
-    columns = [("features, likelihood, far inputs", "{key}"), *((one, form.format(one)) for one in scores)]
+    columns = [("features, likelihood, far inputs", "{key}"), *((score, form.format(score)) for score in scores)]
     return listed(rows.values(), columns)
 
 
 def _ranks(name: str) -> str:
     """Return the mean ranks of scores that are sums of the far field F, energy E, distance D and entropy H; r(x) is max(0, x)."""
     chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
-    rows = [{"score": one, "one": chosen[one], "two": confirmed[one]} for one in sorted(chosen, key=chosen.__getitem__)]
-    columns = [("score", "`{score}`"), ("mean rank, choosing half", "{one:.2f}"), ("confirming half", "{two:.2f}")]
+    rows = [
+        {"score": score, "chosen": chosen[score], "confirmed": confirmed[score]}
+        for score in sorted(chosen, key=chosen.__getitem__)
+    ]
+    columns = [
+        ("score", "`{score}`"),
+        ("mean rank, choosing half", "{chosen:.2f}"),
+        ("confirming half", "{confirmed:.2f}"),
+    ]
     return listed(rows, columns)
 
 
@@ -223,16 +239,16 @@ def _segmentation(name: str) -> str:
     for data, title in (("test", ""), ("shifted", "shifted: ")):
         fields = {"accuracy": "accuracy %", "confidence": "conf. %", "nll": "NLL", "ece": "ECE %"}
         forms = {field: ".3f" if field == "nll" else "* 100 .1f" for field in fields}
-        columns += [(f"{title}{shown}", f"{{{data}[{field}]:{forms[field]}}}") for field, shown in fields.items()]
+        columns += [(f"{title}{heading}", f"{{{data}[{field}]:{forms[field]}}}") for field, heading in fields.items()]
     columns.append(("rings, AUROC %", "{with rings[rings]:* 100 .1f}"))
-    return listed([{"method": method, **found} for method, found in record("segmentation").items()], columns)
+    return listed([{"method": method, **results} for method, results in record("segmentation").items()], columns)
 
 
 def _nodes(name: str) -> str:
     """Return the largest differences between the results of several processes and those of a single process."""
     rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
     layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
-    lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
+    lines = [[command, *[f"{rows[layout][command]:.0e}" for layout in layouts]] for command in rows["1"]]
     return markdown_rows(["", *layouts.values()], lines)
 
 
@@ -249,7 +265,10 @@ def _export(name: str) -> str:
 
 def _crash(name: str) -> str:
     """Return the number of killed processes and the number of damaged results, by type of process."""
-    columns = [("killed", "{kind}"), *((one, f"{{{one}}}") for one in ("kills", "lost", "half-written", "differs"))]
+    columns = [
+        ("killed", "{kind}"),
+        *((count, f"{{{count}}}") for count in ("kills", "lost", "half-written", "differs")),
+    ]
     return listed(record("crash")["rows"], columns)
 
 
@@ -257,10 +276,12 @@ def _many_classes(name: str) -> str:
     """Return a table that compares `kron-diag` with `kron`."""
     rows = []
     for row in record("many_classes")["distances"]:
-        each, tuned = row["at_one_prior"], row["tuned"]
-        least, most = min(one["variance_least"] for one in each), max(one["variance_most"] for one in each)
-        farthest = max(one["mean_total_variation"] for one in each)
-        losses = ", ".join(f"{tuned[one]['nll']:.4f}" for one in ("kron", "kron-diag"))
+        rows_at_prior = row["at_one_prior"]
+        tuned = row["tuned"]
+        least = min(measured["variance_least"] for measured in rows_at_prior)
+        most = max(measured["variance_most"] for measured in rows_at_prior)
+        farthest = max(measured["mean_total_variation"] for measured in rows_at_prior)
+        losses = ", ".join(f"{tuned[structure]['nll']:.4f}" for structure in ("kron", "kron-diag"))
         eigenvalues = f"{row['second_eigenvalue']:.2f}, {row['largest_eigenvalue']:.2f}"
         rows.append([row["scene"], eigenvalues, f"{least:.2f} to {most:.2f}", f"{farthest:.4f}", losses])
     header = [
@@ -292,12 +313,12 @@ def _speed(name: str) -> str:
         defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
         rows = []
         for setting in ("ResNet-20 / CIFAR-10", "LeNet / MNIST", "U-Net, 16 images of 256 x 256"):
-            found = {
+            added = {
                 row["work"]: f"{row['added']:.2f}"
                 for row in record("speed")["rows"]
                 if row["setting"] == setting and row["kind"] in defaults[row["work"]]
             }
-            rows.append([setting, *(found.get(work, MISSING) for work in defaults)])
+            rows.append([setting, *(added.get(work, MISSING) for work in defaults)])
         return markdown_rows(["network", "`fit`", "`tune`", "`posterior(x)`"], rows)
     if name == "overhead":
         rows = []
@@ -313,12 +334,13 @@ def _speed(name: str) -> str:
     if name == "memory":
         rows = []
         for row in record("memory")["rows"]:
-            sizes = [row["work"], row["structure"], *(f"{row[one]:,}" for one in ("features", "classes", "data"))]
+            sizes = [row["work"], row["structure"], *(f"{row[size]:,}" for size in ("features", "classes", "data"))]
             bar = "" if row["bar"] is None else f"at most {row['bar']:.0f} MB"
             rows.append([*sizes, _size(row["peak"]), _size(row["needed"]), *verdict(row, bar)])
         return markdown_rows(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
     if name.startswith("laplace-torch"):
-        measured, rows = record("speed_against_laplace_torch")["rows"], []
+        measured = record("speed_against_laplace_torch")["rows"]
+        rows = []
         if name.endswith("summary"):  # the fastest backend for each task
             fastest = {(row["work"], row["features"]): row for row in sorted(measured, key=lambda row: -row["ratio"])}
             measured = [row for row in measured if row in fastest.values()]
@@ -330,14 +352,21 @@ def _speed(name: str) -> str:
             ["work", "size", "backend", "bare passes", "molaplace", "laplace-torch", "times [quartiles]"], rows, 3
         )
     rows = []
-    for one in ("speed", "memory", "speed_against_laplace_torch"):
-        found = record(one)["environment"]
-        load = "unknown" if found.get("load") is None else f"{found['load']:.1f} on {found['cores']} cores"
-        rows.append([one, f"{found['system']}, {found['machine']}, torch {found['packages']['torch']}", load])
+    for name in ("speed", "memory", "speed_against_laplace_torch"):
+        environment = record(name)["environment"]
+        load = (
+            "unknown"
+            if environment.get("load") is None
+            else f"{environment['load']:.1f} on {environment['cores']} cores"
+        )
+        rows.append(
+            [name, f"{environment['system']}, {environment['machine']}, torch {environment['packages']['torch']}", load]
+        )
     return markdown_rows(["record", "machine", "load at the start"], rows, 2)
 
 
-DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
+DEFAULT = "MoLA (calibrated)"
+RIVALS = ("DE-T", "DE-L")
 
 
 def _default(name: str) -> str:
@@ -345,30 +374,32 @@ def _default(name: str) -> str:
     if name == "summary":
         return _default_summary()
     suite, kind = name.split()
-    found = _suite(suite)
-    numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)}, found.overlap)
+    results = _suite(suite)
+    numbers = Numbers({method: results.runs[method] for method in (*RIVALS, DEFAULT)}, results.overlap)
     if kind == "outliers":
         header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
-        on = {one.name: Quantity(one.name, "auroc", BY_CONFIDENCE) for one in found.of_role("outlier")}
-        return markdown_rows(header, [[one, *_compared(numbers, on[one], 100, 2, sign=1)] for one in on])
+        quantities = {info.name: Quantity(info.name, "auroc", BY_CONFIDENCE) for info in results.of_role("outlier")}
+        return markdown_rows(
+            header, [[name, *_compared(numbers, quantity, 100, 2, sign=1)] for name, quantity in quantities.items()]
+        )
     columns = {"NLL": ("nll", 1, 4), "ECE %": ("ece", 100, 2), "AURC x 1000": ("aurc", 1000, 2)}
     header = ["", *(f"{title} {word}" for title in columns for word in (*RIVALS, "default", "difference"))]
-    header = [one.replace("-", "\N{NON-BREAKING HYPHEN}") for one in header]
+    header = [heading.replace("-", "\N{NON-BREAKING HYPHEN}") for heading in header]
     rows = []
-    for one in (*found.of_role("test"), *found.of_role("shift")):
-        row = [one.name]
+    for info in (*results.of_role("test"), *results.of_role("shift")):
+        row = [info.name]
         for metric, factor, digits in columns.values():
-            row += _compared(numbers, Quantity(one.name, metric), factor, digits, sign=-1)[:-1]
+            row += _compared(numbers, Quantity(info.name, metric), factor, digits, sign=-1)[:-1]
         rows.append(row)
     return markdown_rows(header, rows)
 
 
 def _compared(numbers: Numbers, quantity: Quantity, factor: float, digits: int, *, sign: int) -> list[str]:
     """Return the mean for each method, the default minus DE-T, and the number of runs in which the default is at least as good."""
-    estimates = [one for one in numbers(quantity, factor).values() if one is not None]
+    estimates = [mean for mean in numbers(quantity, factor).values() if mean is not None]
     gap = estimates[-1].minus(estimates[0])
     ahead = sum(sign * value >= 0 for value in gap.by_run.values())
-    means = [f"{one.value:.{digits}f}" for one in estimates]
+    means = [f"{mean.value:.{digits}f}" for mean in estimates]
     return [*means, f"{gap.value:+.{digits}f} ± {gap.error:.{digits}f}", f"{ahead} of {gap.runs}"]
 
 
@@ -376,15 +407,15 @@ def _default_summary() -> str:
     """Return the results for each suite, averaged over runs and sets."""
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
-        found = _suite(suite)
-        numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)}, found.overlap)
-        outliers = tuple(one.name for one in found.of_role("outlier"))
+        results = _suite(suite)
+        numbers = Numbers({method: results.runs[method] for method in (*RIVALS, DEFAULT)}, results.overlap)
+        outliers = tuple(info.name for info in results.of_role("outlier"))
         for name, quantity, factor, digits in (
             ("test NLL", Quantity("test", "nll"), 1, 3),
             ("shifted NLL", numbers.shifted("nll"), 1, 2),
             ("OOD AUROC %", Quantity(outliers, "auroc", BY_CONFIDENCE), 100, 1),
         ):
-            means = [f"{one.value:.{digits}f}" for one in numbers(quantity, factor).values() if one is not None]
+            means = [f"{mean.value:.{digits}f}" for mean in numbers(quantity, factor).values() if mean is not None]
             rows += [[f"{title}, {name}", *means]] if means else []
     return markdown_rows(["", *RIVALS, "default"], rows)
 
@@ -395,11 +426,18 @@ def _default_rule(_: str) -> str:
     means = frame.groupby([*keys, "method"], sort=False)[["test_nll", "test_ece", "shifted_nll", "auroc"]].mean()
     rows = []
     for key in means.index.droplevel("method").unique():
-        ours, theirs = means.loc[(*key, "default")], means.loc[(*key, "DE-T")]
-        gap = ours - theirs
-        numbers = f"{ours.test_nll:.4f} ({gap.test_nll:+.4f})", f"{100 * ours.test_ece:.2f} ({100 * gap.test_ece:+.2f})"
-        rest = f"{ours.shifted_nll:.3f} ({gap.shifted_nll:+.3f})", f"{100 * ours.auroc:.1f} ({100 * gap.auroc:+.1f})"
-        rows.append([*(str(one) for one in key), *numbers, *rest])
+        default = means.loc[(*key, "default")]
+        rival = means.loc[(*key, "DE-T")]
+        gap = default - rival
+        numbers = (
+            f"{default.test_nll:.4f} ({gap.test_nll:+.4f})",
+            f"{100 * default.test_ece:.2f} ({100 * gap.test_ece:+.2f})",
+        )
+        rest = (
+            f"{default.shifted_nll:.3f} ({gap.shifted_nll:+.3f})",
+            f"{100 * default.auroc:.1f} ({100 * gap.auroc:+.1f})",
+        )
+        rows.append([*(str(part) for part in key), *numbers, *rest])
     header = [*keys, "test NLL", "test ECE %", "mean shifted NLL", "mean AUROC"]
     return markdown_rows(header, rows, left=2)
 

@@ -46,16 +46,16 @@ def _step(value: Any, step: str) -> Any:
     if step.isdigit():
         return value[int(step)]
     wanted = [part.strip().partition("=")[::2] for part in step.split("&")]
-    found = [one for one in value if all(str(one[key]) == text for key, text in wanted)]
-    if len(found) != 1:
+    entries = [entry for entry in value if all(str(entry[key]) == text for key, text in wanted)]
+    if len(entries) != 1:
         raise KeyError(
-            f"Expected exactly one entry with {step}, but {len(found)} of {len(value)} have it. Check that the record is complete."
+            f"Expected exactly one entry with {step}, but {len(entries)} of {len(value)} have it. Check that the record is complete."
         )
-    return found[0]
+    return entries[0]
 
 
-def _value(place: str) -> str:
-    source, *steps = [part.strip() for part in place.split(";")]
+def _value(text: str) -> str:
+    source, *steps = [part.strip() for part in text.split(";")]
     if not source.endswith(".json"):
         row, column = steps
         return cells(suite_table(source), row, [column])[0].split(" ")[0]

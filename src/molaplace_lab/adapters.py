@@ -65,7 +65,8 @@ class SentenceClassifier(nn.Module):
         """Map tokens (n, length), padded with 0 on the right, to logits (n, classes)."""
         mask = ids != 0
         longest = int(mask.sum(1).max())
-        ids, mask = ids[:, :longest], mask[:, :longest]
+        ids = ids[:, :longest]
+        mask = mask[:, :longest]
         states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         means = (states * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
         return self.head(self.dropout(means))

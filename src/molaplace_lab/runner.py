@@ -344,7 +344,9 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
             seconds["predict"] += time.perf_counter() - start
             yield prediction, labels
 
-    labelled, outliers, examples = {}, {}, {}
+    labelled = {}
+    outliers = {}
+    examples = {}
     detail = job.method.group == "main"  # figures show only this group
     inside = columns_of(predictions("test", any(source.role == "outlier" for source in context.sources.values())))
     for source in context.sources.values():

@@ -18,7 +18,7 @@ def test_errors_are_measured_by_the_largest_value():
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "kind", "told"),
+    ("value", "expected", "kind", "message"),
     [
         ([[0.0, 100.0], [2e-3, 0.0]], [[0.0, 100.0], [0.0, 0.0]], "float32", r"value\[1, 0\].*error of 0\.002.*1 of 4"),
         (1 + 2e-10, 1.0, "float64", r"value: expected 1, got 1"),
@@ -30,6 +30,6 @@ def test_errors_are_measured_by_the_largest_value():
         ({"a": 2.0}, {"a": 1.0}, "float32", r"value\['a'\]"),
     ],
 )
-def test_what_differs_is_named(found, expected, kind, told):
-    with pytest.raises(AssertionError, match=told):
-        assert_close(found, expected, kind)
+def test_what_differs_is_named(value, expected, kind, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_close(value, expected, kind)

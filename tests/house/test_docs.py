@@ -98,9 +98,9 @@ def test_links_to_files_exist():
 def test_the_files_for_adding_things_exist():
     """Each file in the table of ARCHITECTURE.md exists, and defines the name after `::`."""
     table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Adding things\n")[1]
-    named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
-    assert len(named) > 25
-    for path, name in named:
+    files = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
+    assert len(files) > 25
+    for path, name in files:
         files = [index for index in (ROOT / "src" / "molaplace" / path, ROOT / path) if index.exists()]
         assert files, path
         if name:

@@ -86,18 +86,18 @@ def test_two_moons(run, tmp_path):
 def test_digits(run, tmp_path):
     printed = run("digits.py")
     # A count, then pairs of a value and its standard error.
-    ours = numbers(printed, "MoLA")
+    mixture = numbers(printed, "MoLA")
     plain = numbers(printed, "MAP")
-    assert ours[1] > 0.94
-    assert ours[3] < plain[3]
-    assert ours[-2] < plain[-2]
-    turned = numbers(printed, "MoLA", skip=1)
+    assert mixture[1] > 0.94
+    assert mixture[3] < plain[3]
+    assert mixture[-2] < plain[-2]
+    rotated = numbers(printed, "MoLA", skip=1)
     plain = numbers(printed, "MAP", skip=1)
-    assert all(ours < theirs for ours, theirs in zip(turned, plain, strict=True))
+    assert all(mixture < reference for mixture, reference in zip(rotated, plain, strict=True))
     by_score = numbers(printed, "MoLA, ood_score")
     by_confidence = numbers(printed, "MAP, 1 - confidence")
     assert by_score[0] == by_confidence[0] == 50  # upright digits against themselves
-    assert all(ours > theirs for ours, theirs in zip(by_score[1:], by_confidence[1:], strict=True))
+    assert all(mixture > reference for mixture, reference in zip(by_score[1:], by_confidence[1:], strict=True))
     assert "same predictions after loading: True" in printed
     assert (tmp_path / "example-results" / "digits-posterior" / "posterior.json").exists()
     assert drawn(tmp_path, "digits.png")

@@ -149,13 +149,13 @@ def test_a_forged_number_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("comment", "message"),
     [
         ("<!-- = cifar10 nothing; MoLA; NLL -->?<!-- /= -->", "has no table 'nothing'"),
         ("<!-- table: cifar10 in-distribution; MoLA; nil -->\n<!-- end -->", "nil"),
         ("<!-- = benchmarks/results/speed.json; rows; kind=krom; added; .2f -->?<!-- /= -->", "kind=krom"),
     ],
 )
-def test_a_place_without_a_record_is_an_error(place, message):
+def test_a_place_without_a_record_is_an_error(comment, message):
     with pytest.raises(KeyError, match=message):
-        VALUES.fill(place)
+        VALUES.fill(comment)

@@ -18,20 +18,20 @@ def tensors(count=2500, width=3, classes=4, seed=0):
     }
 
 
-def write(path, found, sizes):
-    rows = {name: tensor for name, tensor in found.items() if name != "weight"}
+def write(path, stored, sizes):
+    rows = {name: tensor for name, tensor in stored.items() if name != "weight"}
     parts = zip(*(torch.split(tensor, sizes) for tensor in rows.values()), strict=True)
     batches = [dict(zip(rows, part, strict=True)) for part in parts]
-    write_rows(path, batches, len(found["labels"]), {"weight": found["weight"]}, {"set": "test"})
+    write_rows(path, batches, len(stored["labels"]), {"weight": stored["weight"]}, {"set": "test"})
 
 
 def test_a_file_in_pieces_is_the_file_at_once(tmp_path):
-    found = tensors()
-    write(tmp_path / "pieces", found, [1000, 1, 1499])
+    stored = tensors()
+    write(tmp_path / "pieces", stored, [1000, 1, 1499])
     read = load_file(tmp_path / "pieces")
     file = TensorFile(tmp_path / "pieces")
-    assert read.keys() == found.keys()
-    for name, tensor in found.items():
+    assert read.keys() == stored.keys()
+    for name, tensor in stored.items():
         assert torch.equal(read[name], tensor)
         assert torch.equal(file.read(name), tensor)
         if name != "weight":
@@ -58,21 +58,21 @@ def test_damaged_files_are_named(tmp_path, change):
 
 
 def test_a_set_in_several_files_is_the_set_in_one(tmp_path):
-    found = tensors(count=250)
-    write(tmp_path / "one", found, 100)
+    stored = tensors(count=250)
+    write(tmp_path / "one", stored, 100)
     for index, (start, stop) in enumerate([(0, 100), (100, 200), (200, 250)]):
-        rows = {name: tensor if name == "weight" else tensor[start:stop] for name, tensor in found.items()}
+        rows = {name: tensor if name == "weight" else tensor[start:stop] for name, tensor in stored.items()}
         write(tmp_path / f"part {index}", rows, 30)
-    one = StoredActivations.open([tmp_path / "one"])
+    single = StoredActivations.open([tmp_path / "one"])
     several = StoredActivations.open([[tmp_path / f"part {index}" for index in range(3)]])
-    assert several.count == one.count == 250
-    places = torch.randperm(250, generator=torch.Generator().manual_seed(1))[:77].tolist()
-    for whole, parts in ((one, several), (one.at(places), several.at(places))):
+    assert several.count == single.count == 250
+    indices = torch.randperm(250, generator=torch.Generator().manual_seed(1))[:77].tolist()
+    for whole, parts in ((single, several), (single.at(indices), several.at(indices))):
         for (features, labels), (same, also) in zip(whole, parts, strict=True):
             assert torch.equal(features, same)
             assert torch.equal(labels, also)
         assert torch.equal(whole.logits(), parts.logits())
         assert torch.equal(whole.heads[0].head.weight, parts.heads[0].head.weight)
-    assert torch.equal(several.at(places).labels, found["labels"][places])
-    assert torch.equal(several.files[0].read("features", 90, 210), found["features"][90:210])
+    assert torch.equal(several.at(indices).labels, stored["labels"][indices])
+    assert torch.equal(several.files[0].read("features", 90, 210), stored["features"][90:210])
     assert several.at([]).count == 0

@@ -98,14 +98,16 @@ def test_interrupted_training_goes_on_to_the_same_bits(tmp_path, data):
             raise KeyboardInterrupt
 
     training = Training(CLINC_LORA, 1, CLINC_LORA.recipe, options=DataOptions(directory=data))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     train_networks(training, whole, lambda doing, done: None)
     with pytest.raises(KeyboardInterrupt):
         train_networks(training, parts, stop)
     (checkpoint,) = parts.iterdir()
     assert not any("word_embeddings" in name for name in read_state(checkpoint))
     train_networks(training, parts, lambda doing, done: None)
-    (resumed,), (uninterrupted,) = find_networks(parts), find_networks(whole)
+    (resumed,) = find_networks(parts)
+    (uninterrupted,) = find_networks(whole)
     assert all(torch.equal(tensor, read_state(resumed)[name]) for name, tensor in read_state(uninterrupted).items())
 
 

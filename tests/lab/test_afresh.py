@@ -28,11 +28,11 @@ def differences(values, stored, path=()):
     for name, value in values.items():
         if name == "types":  # results by type of corruption are stored with few digits
             continue
-        here = (*path, name)
+        path_of_entry = (*path, name)
         if isinstance(value, dict):
-            yield from differences(value, stored[name], here)
+            yield from differences(value, stored[name], path_of_entry)
         elif isinstance(value, float) and abs(value - stored[name]) > TOLERANCES.get(name, BINNED):
-            yield here, value, stored[name]
+            yield path_of_entry, value, stored[name]
 
 
 def check_records(results, suite):

@@ -33,11 +33,11 @@ def _single_precision():
 
 def requests(count, start=0):
     """Two words are an intent, and the third is chance."""
-    pairs = [(one, other) for one in WORDS for other in WORDS if one != other][:150]
+    pairs = [(first, second) for first in WORDS for second in WORDS if first != second][:150]
     return [
-        [f"{one} {other} {WORDS[(start + turn) % len(WORDS)]}", f"{one}_{other}"]
+        [f"{first} {second} {WORDS[(start + turn) % len(WORDS)]}", f"{first}_{second}"]
         for turn in range(count)
-        for one, other in pairs
+        for first, second in pairs
     ]
 
 
@@ -71,14 +71,14 @@ def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
     for record in records.values():
         assert (record.labelled["test"].count, record.outliers["out of scope"].count) == (300, 12)
         assert set(record.labelled) == {"test"}
-        found = record.measures["rejection"]
+        rates = record.measures["rejection"]
         scores = set(record.outliers["out of scope"].scores)
-        assert set(found) == {
-            f"{name}, {one}" for name in ("in-scope accuracy", "out-of-scope recall") for one in scores
+        assert set(rates) == {
+            f"{name}, {score}" for name in ("in-scope accuracy", "out-of-scope recall") for score in scores
         }
-        assert found["in-scope accuracy, entropy"] <= record.labelled["test"].metrics["accuracy"]
-    shown = CliRunner().invoke(app, ["report", "clinc", "--output", "report"])
-    assert shown.exit_code == 0, shown.output
+        assert rates["in-scope accuracy, entropy"] <= record.labelled["test"].metrics["accuracy"]
+    outcome = CliRunner().invoke(app, ["report", "clinc", "--output", "report"])
+    assert outcome.exit_code == 0, outcome.output
     assert "rejection of out-of-scope requests" in (tmp_path / "report" / "index.html").read_text()
 
 
@@ -98,7 +98,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(data):
         CLINC.make_sources(DataOptions(directory=data, normalisation="cifar10"))
     for wrong, words in (
         (document | {"test": [["a b", "unheard_of"]]}, "missing from train: unheard_of"),
-        ({name: one for name, one in document.items() if name != "oos_val"}, "oos_val"),
+        ({name: requests for name, requests in document.items() if name != "oos_val"}, "oos_val"),
         (document | {"train": document["train"][:100]}, "intents"),
     ):
         path.write_text(json.dumps(wrong))

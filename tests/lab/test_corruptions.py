@@ -27,14 +27,15 @@ DETERMINISTIC = {
 def scenes(count, side=32, seed=0):
     """Images like photographs: smooth shapes, sharp edges, grey and black parts, a little texture."""
     generator = np.random.default_rng(seed)
-    places = np.linspace(-1, 1, side)
+    axis = np.linspace(-1, 1, side)
     images = np.empty((count, 3, side, side))
     for image in images:
         for channel in image:
             slope, bend, height = generator.normal(size=3)
-            channel[:] = 0.5 + 0.2 * (slope * places[:, None] + bend * places * places[:, None] + 0.5 * height)
-        centre, radius = generator.uniform(-0.5, 0.5, 2), generator.uniform(0.3, 0.7)
-        inside = np.hypot(places[:, None] - centre[0], places - centre[1]) < radius
+            channel[:] = 0.5 + 0.2 * (slope * axis[:, None] + bend * axis * axis[:, None] + 0.5 * height)
+        centre = generator.uniform(-0.5, 0.5, 2)
+        radius = generator.uniform(0.3, 0.7)
+        inside = np.hypot(axis[:, None] - centre[0], axis - centre[1]) < radius
         image[:, inside] = generator.uniform(0, 1, (3, 1))
         image[:, : side // 8] = generator.uniform(0, 1)
         image[:, -2:, :4] = 0
@@ -100,7 +101,7 @@ def test_severity_moves_images_away(name, parameters):
         return
     pixels = scenes(40, seed=3)
     made = [corrupt(pixels, name, severity, parameters=parameters) for severity in SEVERITIES]
-    errors = [float((levels_apart(one, pixels) ** 2).mean()) for one in made]
+    errors = [float((levels_apart(corrupted, pixels) ** 2).mean()) for corrupted in made]
     assert errors == sorted(errors)
     assert errors[-1] > 1.5 * errors[0]
 
@@ -229,7 +230,9 @@ def fog(image, generator, c, decay):
 def diamond_square(generator, side, decay):
     """Clouds on a torus, point by point."""
     drawn = iter(generator.uniform(-1, 1, size=side * side - 1))
-    grid, step, rough = {(0, 0): 0.0}, side, 100.0
+    grid = {(0, 0): 0.0}
+    step = side
+    rough = 100.0
     while step > 1:
         half = step // 2
         middles = [(half, half, (-half, -half), (-half, half), (half, -half), (half, half))]
@@ -240,7 +243,8 @@ def diamond_square(generator, side, decay):
                 for column in range(left, side, step):
                     around = [grid[(row + down) % side, (column + right) % side] for down, right in neighbours]
                     grid[row, column] = sum(around) / 4 + rough * rough * next(drawn)
-        step, rough = half, rough / decay
+        step = half
+        rough = rough / decay
     assert next(drawn, None) is None
     field = np.array([[grid[row, column] for column in range(side)] for row in range(side)])
     return (field - field.min()) / (field.max() - field.min())
@@ -261,7 +265,8 @@ def snow(image, generator, mean, deviation, zoom, threshold, radius, sigma, shar
 @slow_version(0)
 def frost(image, generator, ours, theirs):
     picture = synthetic_frost(int(generator.integers(5)), 96)
-    top, left = generator.integers(64), generator.integers(64)
+    top = generator.integers(64)
+    left = generator.integers(64)
     piece = picture[:, top : top + 32, left : left + 32]
     return np.uint8(np.clip(ours * image + theirs * piece, 0, 255))
 
@@ -294,7 +299,8 @@ def slow_canny(layer, low, high):
     def value(row, column):
         return int(layer[min(max(row, 0), side - 1), min(max(column, 0), side - 1)])
 
-    across, down = np.zeros((side, side), int), np.zeros((side, side), int)
+    across = np.zeros((side, side), int)
+    down = np.zeros((side, side), int)
     for row in range(side):
         for column in range(side):
             for offset, weight in ((-1, 1), (0, 2), (1, 1)):
@@ -304,17 +310,20 @@ def slow_canny(layer, low, high):
     crest = np.zeros((side, side), bool)
     for row in range(side):
         for column in range(side):
-            here, dx, dy = strength[row + 1, column + 1], across[row, column], down[row, column]
+            value = strength[row + 1, column + 1]
+            dx = across[row, column]
+            dy = down[row, column]
             steep = math.degrees(math.atan2(abs(dy), abs(dx)))
             if steep < 22.5:
-                before, after = strength[row + 1, column], strength[row + 1, column + 2]
-                top = here > before and here >= after
+                before = strength[row + 1, column]
+                after = strength[row + 1, column + 2]
+                top = value > before and value >= after
             elif steep > 67.5:
-                top = here > strength[row, column + 1] and here >= strength[row + 2, column + 1]
+                top = value > strength[row, column + 1] and value >= strength[row + 2, column + 1]
             else:
                 slant = -1 if (dx < 0) != (dy < 0) else 1
-                top = here > strength[row, column + 1 - slant] and here > strength[row + 2, column + 1 + slant]
-            crest[row, column] = top and here > low
+                top = value > strength[row, column + 1 - slant] and value > strength[row + 2, column + 1 + slant]
+            crest[row, column] = top and value > low
     edge = np.zeros((side, side), bool)
     todo = [(r, c) for r in range(side) for c in range(side) if crest[r, c] and strength[r + 1, c + 1] > high]
     while todo:
@@ -327,10 +336,12 @@ def slow_canny(layer, low, high):
 
 def slow_distance(edge):
     """The shortest way to an edge in the published moves."""
-    result, sources = np.empty(edge.shape), np.argwhere(edge)
+    result = np.empty(edge.shape)
+    sources = np.argwhere(edge)
     for row, column in np.ndindex(edge.shape):
         apart = np.abs(sources - (row, column))
-        long, short = apart.max(axis=1), apart.min(axis=1)
+        long = apart.max(axis=1)
+        short = apart.min(axis=1)
         flat = (long - 2 * short) + 2.1969 * short
         slanted = 1.4 * (2 * short - long) + 2.1969 * (long - short)
         result[row, column] = np.where(long >= 2 * short, flat, slanted).min()
@@ -377,8 +388,8 @@ def elastic_transform(image, generator, size, smooth, jitter):
             size * ndimage.gaussian_filter(field, smooth, mode="reflect", truncate=3)
             for field in drawn[6:].reshape(2, 32, 32)
         )
-        place = [rows + dy, columns + dx]
-        bent = np.stack([ndimage.map_coordinates(c, place, order=1, mode="reflect") for c in bent])
+        index = [rows + dy, columns + dx]
+        bent = np.stack([ndimage.map_coordinates(c, index, order=1, mode="reflect") for c in bent])
     return as_bytes(bent)
 
 

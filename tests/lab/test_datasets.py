@@ -69,16 +69,18 @@ def spoil(path, how):
 # --- one format after the other ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("place", "packed"), [("{}/raw", True), ("{}", False)])
+@pytest.mark.parametrize(("pattern", "packed"), [("{}/raw", True), ("{}", False)])
 @pytest.mark.parametrize("name", MNIST_LIKE)
-def test_idx_files_are_read_where_torchvision_leaves_them(tmp_path, name, place, packed):
-    pixels, labels = grey(7), np.arange(7, dtype=np.uint8)
-    write_idx(tmp_path / place.format(MNIST_LIKE[name]), "t10k", pixels, labels, packed)
+def test_idx_files_are_read_where_torchvision_leaves_them(tmp_path, name, pattern, packed):
+    pixels = grey(7)
+    labels = np.arange(7, dtype=np.uint8)
+    write_idx(tmp_path / pattern.format(MNIST_LIKE[name]), "t10k", pixels, labels, packed)
     holds(load_images(name, "test", tmp_path), pixels[:, None], labels)
 
 
 def test_emnist_is_upright(tmp_path):
-    pixels, classes = grey(3), [0, 4, 9]
+    pixels = grey(3)
+    classes = [0, 4, 9]
     write_idx(tmp_path / "EMNIST" / "raw", "emnist-letters-test", pixels, np.array(classes, np.uint8) + 1)
     holds(load_images("emnist-letters", "test", tmp_path), pixels.transpose(0, 2, 1)[:, None], classes)
 
@@ -94,7 +96,8 @@ def test_notmnist_is_read_from_the_published_images_without_the_empty_files(tmp_
 
 
 def test_cifar_binary(tmp_path):
-    pixels, labels = colour(15), RANDOM.integers(0, 10, 15)
+    pixels = colour(15)
+    labels = RANDOM.integers(0, 10, 15)
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     for batch in range(5):
@@ -124,7 +127,8 @@ def write_svhn(path, pixels, labels):
 
 @pytest.mark.parametrize("form", ["mat", "npz"])
 def test_svhn_arrays(tmp_path, form):
-    pixels, labels = colour(6), np.array([10, 1, 9, 2, 10, 5], np.uint8)
+    pixels = colour(6)
+    labels = np.array([10, 1, 9, 2, 10, 5], np.uint8)
     path = tmp_path / "svhn" / f"test_32x32.{form}"
     write_svhn(path, pixels, labels)
     holds(load_images("svhn", "test", tmp_path), pixels, [0, 1, 9, 2, 0, 5])
@@ -156,7 +160,8 @@ def test_arrays_of_something_else_are_refused(tmp_path, arrays, words):
 
 
 def test_cifar10_c_has_its_severities_one_after_the_other(tmp_path):
-    pixels, labels = colour(20), np.tile(RANDOM.integers(0, 10, 4), 5)
+    pixels = colour(20)
+    labels = np.tile(RANDOM.integers(0, 10, 4), 5)
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     np.save(folder / "fog.npy", pixels.transpose(0, 2, 3, 1))
@@ -261,9 +266,9 @@ def test_even_parts_reach_from_the_first_to_the_last():
     assert images.evenly(1).labels.tolist() == [0]
     assert images.evenly(100) is images.evenly(None) is images
     for count in range(1, 100):
-        places = images.evenly(count).labels
-        assert len(places) == count
-        assert count < 2 or places.diff().max() - places.diff().min() <= 1
+        indices = images.evenly(count).labels
+        assert len(indices) == count
+        assert count < 2 or indices.diff().max() - indices.diff().min() <= 1
     assert images.part([3, 1]).pixels.flatten().tolist() == [3, 1]
     assert images.part(slice(2)).labels.tolist() == [0, 1]
     assert images.part(images.labels > 97).labels.tolist() == [98, 99]
@@ -300,7 +305,7 @@ def test_flip_and_crop_gives_every_shift_and_both_mirrors_alike(dtype):
     assert torch.equal(results, again)
     assert results.dtype == dtype
     crops = torch.nn.functional.pad(image, [2] * 4).unfold(1, 6, 1).unfold(2, 7, 1).permute(1, 2, 0, 3, 4).flatten(0, 1)
-    counts = [int((results == one).flatten(1).all(1).sum()) for one in (*crops, *crops.flip(3))]
+    counts = [int((results == crop).flatten(1).all(1).sum()) for crop in (*crops, *crops.flip(3))]
     assert sum(counts) == 5000
     assert 60 < min(counts) <= max(counts) < 145  # 100 expected; four and a half standard deviations
 
@@ -324,10 +329,10 @@ def test_grey_images_become_what_openood_makes_of_them(shape):
     pixels = torch.randint(0, 256, (20, *shape), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     made = in_colour(pixels, 32)
     assert made.shape == (20, 3, 32, 32)
-    for image, found in zip(pixels, made, strict=True):
+    for image, result in zip(pixels, made, strict=True):
         mode = Image.fromarray(image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).numpy())
         expected = np.array(mode.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
-        gap = np.abs(found.permute(1, 2, 0).numpy().astype(int) - expected)
+        gap = np.abs(result.permute(1, 2, 0).numpy().astype(int) - expected)
         # Where weights are no fractions of a power of 2, Pillow's fixed-point numbers round a few pixels otherwise.
         assert gap.max() <= (shape[2] == 31)
 

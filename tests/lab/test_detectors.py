@@ -26,7 +26,9 @@ def make_features(seed=0, count=300, width=6, classes=4):
 
 
 def loop_mahalanobis(features, labels, queries, relative):
-    features, labels, queries = features.numpy(), labels.numpy(), queries.numpy()
+    features = features.numpy()
+    labels = labels.numpy()
+    queries = queries.numpy()
     means = {c: features[labels == c].mean(0) for c in set(labels.tolist())}
     residuals = np.stack([row - means[c] for row, c in zip(features, labels.tolist(), strict=True)])
     inverse = np.linalg.pinv(sum(np.outer(row, row) for row in residuals) / len(residuals), hermitian=True)
@@ -58,11 +60,12 @@ def test_mahalanobis_is_invariant_to_linear_maps_and_dead_features(relative):
     """Distances have the units of the data; directions that training data never take count for nothing."""
     features, labels, queries = make_features(1)
     generator = torch.Generator().manual_seed(5)
-    mixing, shift = torch.randn(6, 9, generator=generator), 100 * torch.randn(9, generator=generator)
+    mixing = torch.randn(6, 9, generator=generator)
+    shift = 100 * torch.randn(9, generator=generator)
     off = torch.randn(70, 9, generator=generator) @ (torch.eye(9) - torch.linalg.pinv(mixing) @ mixing)
-    ours = fitted(features, labels)[relative](queries)
+    scores = fitted(features, labels)[relative](queries)
     mapped = fitted(features @ mixing + shift, labels)[relative](queries @ mixing + shift + off)
-    torch.testing.assert_close(mapped, ours, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(mapped, scores, rtol=1e-7, atol=1e-7)
 
 
 def test_mahalanobis_plus_plus_is_that_of_directions():
@@ -70,9 +73,9 @@ def test_mahalanobis_plus_plus_is_that_of_directions():
     features, labels, queries = make_features(6)
     unit, far = (values / values.norm(dim=1, keepdim=True) for values in (features, queries))
     lengths = torch.rand(300, 1, generator=torch.Generator().manual_seed(1)) + 0.1
-    found = fitted(lengths * features, labels, normalised=True)[False](7 * queries)
+    scores = fitted(lengths * features, labels, normalised=True)[False](7 * queries)
     expected = loop_mahalanobis(unit, labels, far, relative=False)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 def make_head(seed=0, width=6, classes=4):
@@ -82,7 +85,7 @@ def make_head(seed=0, width=6, classes=4):
 
 def loop_vim(features, weight, bias, queries, dimension):
     """As the authors' script: NumPy and scikit-learn, all data at once."""
-    features, weight, bias, queries = (one.numpy() for one in (features, weight, bias, queries))
+    features, weight, bias, queries = (tensor.numpy() for tensor in (features, weight, bias, queries))
     origin = -np.linalg.pinv(weight) @ bias
     covariance = EmpiricalCovariance(assume_centered=True).fit(features - origin).covariance_
     values, vectors = np.linalg.eig(covariance)
@@ -105,7 +108,8 @@ def test_virtual_logits_against_the_authors_script(dimension):
 
 def test_sums_are_exact_for_float32_features_far_from_zero():
     features, labels, queries = make_features(3)
-    shifted, far = (features + 1e4).float(), (queries + 1e4).float()
+    shifted = (features + 1e4).float()
+    far = (queries + 1e4).float()
     expected = loop_mahalanobis(shifted.double(), labels, far.double(), relative=False)
     np.testing.assert_allclose(fitted(shifted, labels)[False](far).numpy(), expected, rtol=1e-6)
     assert fitted(features.half(), labels)[False](1000 * queries.half()).isfinite().all()
@@ -115,14 +119,15 @@ def test_sums_are_exact_for_float32_features_far_from_zero():
 def test_nearest_neighbours_against_sklearn(k):
     features, _, queries = make_features()
     unit = features / features.norm(dim=1, keepdim=True)
-    theirs = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(unit.numpy())
-    expected = theirs.kneighbors((queries / queries.norm(dim=1, keepdim=True)).numpy())[0][:, -1]
+    reference = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(unit.numpy())
+    expected = reference.kneighbors((queries / queries.norm(dim=1, keepdim=True)).numpy())[0][:, -1]
     np.testing.assert_allclose(nearest_neighbours(features, k)(7 * queries).numpy(), expected, atol=1e-9)
 
 
 def test_an_ensemble_is_indifferent_to_the_units_of_its_members():
     features, labels, queries = make_features()
-    first, second = fitted(features, labels)[False], nearest_neighbours(features[:, :4])
+    first = fitted(features, labels)[False]
+    second = nearest_neighbours(features[:, :4])
     held = make_features(9)[0]
     plain = standardised([first, second], [[held, held[:, :4]]])
     scaled = standardised([lambda x: 1000 * first(x) - 5, second], [[held, held[:, :4]]])

@@ -30,7 +30,9 @@ def server(monkeypatch):
     """Answers with `files`; the content of `truncated` ends in the middle."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    files, truncated, requests = {}, set(), []
+    files = {}
+    truncated = set()
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -74,7 +76,8 @@ def publish(monkeypatch, name, *downloads):
 @pytest.fixture
 def mnist(server, monkeypatch):
     """MNIST's test set with four digits, from a mirror that has none of them and one that has."""
-    pixels, labels = grey(4), np.arange(4, dtype=np.uint8)
+    pixels = grey(4)
+    labels = np.arange(4, dtype=np.uint8)
     downloads = [
         server.offer(name, gzip.compress(idx(array)), {"": f"MNIST/raw/{name}"}, mirrors=("down/", ""))
         for name, array in (("t10k-images-idx3-ubyte.gz", pixels), ("t10k-labels-idx1-ubyte.gz", labels))

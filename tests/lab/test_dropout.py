@@ -20,7 +20,10 @@ def network(p=0.4, width=3):
 
 def test_it_is_the_sum_over_all_masks():
     """Three hidden units have eight masks: the exact average, within standard errors of the draws."""
-    inputs, model, p, samples = make_problem().inputs, network(0.4), 0.4, 800
+    inputs = make_problem().inputs
+    model = network(0.4)
+    p = 0.4
+    samples = 800
     exact = torch.zeros(len(inputs), 4)
     squares = torch.zeros_like(exact)
     with torch.no_grad():
@@ -31,9 +34,9 @@ def test_it_is_the_sum_over_all_masks():
             exact += chance * probs
             squares += chance * probs**2
     error = ((squares - exact**2) / samples).sqrt()
-    found = mc_dropout(model, samples)(inputs)
-    assert float(((found - exact) / error).abs().max()) < 5
-    assert float(((found - exact) / error).abs().mean()) > 0.1  # and the draws are draws
+    probs = mc_dropout(model, samples)(inputs)
+    assert float(((probs - exact) / error).abs().max()) < 5
+    assert float(((probs - exact) / error).abs().mean()) > 0.1  # and the draws are draws
 
 
 @pytest.mark.parametrize(
@@ -42,17 +45,19 @@ def test_it_is_the_sum_over_all_masks():
 def test_each_kind_of_layer_drops_as_torchs_own(layer):
     """Mean and variance over draws of what comes out, against the layer itself in train mode."""
     model = nn.Sequential(nn.Unflatten(1, (3, 2, 1)), layer, nn.Flatten(), nn.Linear(6, 2, bias=False))
-    seen = []
-    model[3].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    inputs, samples = torch.randn(1, 6), 400
+    batches = []
+    model[3].register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
+    inputs = torch.randn(1, 6)
+    samples = 400
     mc_dropout(model, samples)(inputs)
-    ours = torch.cat(seen)
-    theirs = layer.train()(inputs.view(1, 3, 2, 1).expand(samples, -1, -1, -1)).flatten(1)
+    dropped = torch.cat(batches)
+    reference = layer.train()(inputs.view(1, 3, 2, 1).expand(samples, -1, -1, -1)).flatten(1)
     for power in (1, 2):
-        first, second = ours**power, theirs**power
+        first = dropped**power
+        second = reference**power
         error = ((first.var(0) + second.var(0)) / samples).sqrt()
         assert float(((first.mean(0) - second.mean(0)) / error).abs().max()) < 5
-    pairs = torch.corrcoef(ours[:, :2].T)[0, 1].abs()
+    pairs = torch.corrcoef(dropped[:, :2].T)[0, 1].abs()
     assert (float(pairs) > 0.99) == isinstance(layer, (nn.Dropout2d, nn.FeatureAlphaDropout))
 
 
@@ -69,15 +74,17 @@ def test_seeds_reproduce_and_batches_do_not_matter():
     torch.testing.assert_close(predictor(inputs.flip(0)).flip(0), expected)
     members = torch.stack([member(inputs) for member in predictor.predictors])
     torch.testing.assert_close(members.mean(0), expected)
-    said = predictor.predict(inputs)
+    prediction = predictor.predict(inputs)
     within = torch.special.entr(members).sum(-1).mean(0)
-    torch.testing.assert_close(said.mutual_information, torch.special.entr(expected).sum(1) - within)
+    torch.testing.assert_close(prediction.mutual_information, torch.special.entr(expected).sum(1) - within)
 
 
 def test_the_network_is_untouched_and_batchnorm_stays_in_eval_mode():
-    inputs, model = make_problem().inputs, network()
+    inputs = make_problem().inputs
+    model = network()
     model[1].train()
-    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
     predictor = mc_dropout(model, 5)
     predictor.predict(inputs)
     assert model.training
@@ -99,16 +106,19 @@ def test_transformers_with_padding_drop_too():
         def __init__(self):
             super().__init__()
             layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
-            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+            self.head = nn.Linear(8, 3)
 
         def forward(self, words, padding):
             return self.head(self.encoder(words, src_key_padding_mask=padding)[:, 0])
 
     torch.manual_seed(0)
-    model, words, padding = Reader().eval(), torch.randn(5, 7, 8), torch.zeros(5, 7, dtype=torch.bool)
+    model = Reader().eval()
+    words = torch.randn(5, 7, 8)
+    padding = torch.zeros(5, 7, dtype=torch.bool)
     padding[:, 5:] = True
-    said = mc_dropout(model, 20).predict({"words": words, "padding": padding})
-    assert float(said.mutual_information.min()) > 1e-3
+    prediction = mc_dropout(model, 20).predict({"words": words, "padding": padding})
+    assert float(prediction.mutual_information.min()) > 1e-3
     assert torch.backends.mha.get_fastpath_enabled()
 
 

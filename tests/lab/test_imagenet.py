@@ -75,10 +75,10 @@ def root(tmp_path_factory):
     names = [f"{index:04d}" for index in range(12)]
     generator = np.random.default_rng(0)
     for name in ("0002", "0005", "0007", "0011"):
-        place = folder / "data" / "imagenet" / "val" / name
-        place.mkdir(parents=True)
+        class_folder = folder / "data" / "imagenet" / "val" / name
+        class_folder.mkdir(parents=True)
         for index in range(5):
-            Image.fromarray(generator.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(place / f"{index}.bmp")
+            Image.fromarray(generator.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(class_folder / f"{index}.bmp")
     (folder / "data" / "imagenet" / "synsets.txt").write_text("\n".join(names))
     (folder / "data" / "svhn").mkdir()
     pixels = generator.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
@@ -110,9 +110,11 @@ def inputs_of(source):
 
 def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
     folds = IMAGENET.make_folds(options(root))
-    seen = {role: [place for fold in folds for place in fold[role].indices] for role in ("train", "validation", "test")}
+    indices = {
+        role: [index for fold in folds for index in fold[role].indices] for role in ("train", "validation", "test")
+    }
     for role, times in (("train", 2), ("validation", 1), ("test", 2)):
-        assert sorted(seen[role]) == sorted(list(range(20)) * times)
+        assert sorted(indices[role]) == sorted(list(range(20)) * times)
     for fold in folds:
         parts = [set(fold[role].indices) for role in ("train", "validation", "test")]
         assert sum(map(len, parts)) == len(set.union(*parts)) == 20
@@ -125,21 +127,21 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     part = fold["severity 2"]
     networks = open_named("sizes_for_test:small,sizes_for_test:large")
     monkeypatch.setattr(storing, "SLICE", 6)
-    kept = ActivationCache(tmp_path)
-    kept.compute(networks, [part.whole], lambda what, done: None)
-    assert len(kept.paths(networks[0], part.whole)) == 4
-    seen = kept.read(networks, part)
-    assert torch.equal(seen.labels, labels_of(part))
+    cache = ActivationCache(tmp_path)
+    cache.compute(networks, [part.whole], lambda what, done: None)
+    assert len(cache.paths(networks[0], part.whole)) == 4
+    stored = cache.read(networks, part)
+    assert torch.equal(stored.labels, labels_of(part))
     expected = torch.stack([network.load()(inputs_of(part)) for network in networks]).detach()
-    assert_close(seen.logits(), expected)
+    assert_close(stored.logits(), expected)
     # One slice is lost, and it alone is made again.
-    lost = kept.paths(networks[1], part.whole)[2]
+    lost = cache.paths(networks[1], part.whole)[2]
     lost.unlink()
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    kept.compute(networks, [part.whole], lambda what, done: None)
+    cache.compute(networks, [part.whole], lambda what, done: None)
     assert set(tmp_path.rglob("*.safetensors")) == {*times, lost}
     assert all(path.stat().st_mtime_ns == when for path, when in times.items())
-    assert_close(kept.read(networks, part).logits(), expected)
+    assert_close(cache.read(networks, part).logits(), expected)
 
 
 def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
@@ -147,10 +149,10 @@ def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
     shifted = fold["severity 4"]
     clean = dict(zip(fold["test"].indices, inputs_of(fold["test"]), strict=True))
     assert set(shifted.indices) == set(fold["test"].indices)
-    for index, (place, inputs) in enumerate(zip(shifted.indices, inputs_of(shifted), strict=True)):
-        pixels = (clean[place] * 255).round().to(torch.uint8)[None]
+    for index, (image, inputs) in enumerate(zip(shifted.indices, inputs_of(shifted), strict=True)):
+        pixels = (clean[image] * 255).round().to(torch.uint8)[None]
         name = ("contrast", "gaussian_noise")[index % 2]
-        expected = corrupt(pixels, name, 4, first=place, parameters="imagenet-c")
+        expected = corrupt(pixels, name, 4, first=image, parameters="imagenet-c")
         assert torch.equal((inputs * 255).round().to(torch.uint8), expected[0])
 
 
@@ -158,12 +160,14 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
     names = "sizes_for_test:small,sizes_for_test:wide"
-    networks, fold = open_named(names), folds[0]
+    networks = open_named(names)
+    fold = folds[0]
     plan = Plan(IMAGENET, names, networks, folds, 1, 2, options=options(root))
-    kept, store = ActivationCache(tmp_path / "cache"), Store(tmp_path / "results")
-    run_suite(plan, kept, store, lambda doing, done: None)
-    found, bare = (store.read("imagenet", method, 0) for method in ("MoLA (NLL)", "DE"))
-    assert {"Mahalanobis", "nearest neighbours"} <= set(bare.outliers["svhn"].scores)
+    cache = ActivationCache(tmp_path / "cache")
+    store = Store(tmp_path / "results")
+    run_suite(plan, cache, store, lambda doing, done: None)
+    mola_record, ensemble_record = (store.read("imagenet", method, 0) for method in ("MoLA (NLL)", "DE"))
+    assert {"Mahalanobis", "nearest neighbours"} <= set(ensemble_record.outliers["svhn"].scores)
     posterior = mola.fit(
         [network.load() for network in networks],
         list(fold["train"].open()),
@@ -172,13 +176,14 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     )
     predicted = posterior.predict(list(fold["test"].open()))
     expected = float(mola.metrics.negative_log_likelihood(predicted.probs, labels_of(fold["test"])))
-    assert found.labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-3)
+    assert mola_record.labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-3)
     # As a detector of one network has it, zeros behind its features would be features too.
-    alone = kept.read(networks[:1], fold["test"])
-    both = kept.read(networks, fold["test"])
-    (seen,), (one,) = both.slices(), alone.slices()
-    assert [part.shape[1] for part in seen.by_network()] == [6, 9]
-    assert torch.equal(seen.by_network()[0], one.features[:, 0])
+    alone = cache.read(networks[:1], fold["test"])
+    both = cache.read(networks, fold["test"])
+    (pair,) = both.slices()
+    (single,) = alone.slices()
+    assert [part.shape[1] for part in pair.by_network()] == [6, 9]
+    assert torch.equal(pair.by_network()[0], single.features[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -215,25 +220,25 @@ def test_two_processes_make_the_records_of_one(root, tmp_path):
     codes, errors = run_team(2, ["-c", IN_SLICES, *options_of("two")], tmp_path, timeout=600, **path)
     assert codes == [0, 0], errors
     assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
-    one, two = (
+    alone_records, team_records = (
         {(record.method, record.run): record for record in Store(tmp_path / name / "results").records("imagenet")}
         for name in ("one", "two")
     )
-    assert len(one) == 2 * len(methods_of("main", IMAGENET.budget))
-    assert one.keys() == two.keys()
-    for name, record in one.items():
-        other = two[name]
+    assert len(alone_records) == 2 * len(methods_of("main", IMAGENET.budget))
+    assert alone_records.keys() == team_records.keys()
+    for name, record in alone_records.items():
+        other = team_records[name]
         assert_close(other.chosen.get("prior_precision", 0), record.chosen.get("prior_precision", 0))
-        for shown, result in record.labelled.items():
+        for set_name, result in record.labelled.items():
             assert result.count == 8  # two images of each of four classes, each under one corruption
-            assert_close(other.labelled[shown].metrics, result.metrics, scale=1.0, name=name)
-        for shown, result in other.outliers.items():
+            assert_close(other.labelled[set_name].metrics, result.metrics, scale=1.0, name=name)
+        for set_name, result in other.outliers.items():
             for score, numbers in result.scores.items():
-                expected = record.outliers[shown].scores[score]
+                expected = record.outliers[set_name].scores[score]
                 assert_close(numbers, expected, "difference", scale=1.0, name=(name, score))
     shifted = [f"severity {severity}" for severity in range(1, 6)]
     assert (list(record.labelled), list(record.outliers)) == (["test", *shifted], ["svhn"])
-    assert set(one["MoLA", 1].labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
+    assert set(alone_records["MoLA", 1].labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
     document = Store(tmp_path / "one" / "results").read_document("imagenet", "suite.json")
     assert "training images are not available" in document["notes"][-2]
     assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
@@ -248,9 +253,9 @@ def test_a_named_network_takes_its_weights_from_a_file(root, tmp_path):
     network = small.load()
     torch.nn.init.ones_(network.network.head.bias)
     save_file(network.state_dict(), tmp_path / "weights.safetensors")
-    (named,) = open_named(f"sizes_for_test:small={tmp_path / 'weights.safetensors'}")
+    (from_file,) = open_named(f"sizes_for_test:small={tmp_path / 'weights.safetensors'}")
     images = torch.rand(2, 3, SIDE, SIDE)
-    assert torch.equal(named.load()(images), network(images))
-    assert named.checksum != small.checksum
+    assert torch.equal(from_file.load()(images), network(images))
+    assert from_file.checksum != small.checksum
     with pytest.raises(mola.errors.OptionError, match="cannot import 'no_such_module_here"):
         open_named("no_such_module_here:build")

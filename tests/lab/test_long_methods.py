@@ -77,8 +77,8 @@ def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
             assert_close(records[method, 1].labelled[name].metrics["nll"], nll(plan, predictor, name), scale=1.0)
     assert records["MIMO-MoLA", 1].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
     spread = auroc(*(predictors["SWAG"].predict(batches).mutual_information for batches in (test, strange)))
-    found = records["SWAG", 1].outliers["strange"].scores["mutual information"]["auroc"]
-    assert found == pytest.approx(spread, abs=2e-3)
+    recorded = records["SWAG", 1].outliers["strange"].scores["mutual information"]["auroc"]
+    assert recorded == pytest.approx(spread, abs=2e-3)
 
 
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
@@ -94,10 +94,10 @@ def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
 def test_another_budget_is_another_record(plan, finished):
     folder, records = finished
     other = replace(plan, runs=1, budget=replace(BUDGET, swag=replace(BUDGET.swag, samples=2)))
-    found = {record.method: record for record in run(other, folder) if record.run == 0}
-    assert found["SWAG"].labelled != records["SWAG", 0].labelled
-    assert found["SWAG"].settings != records["SWAG", 0].settings
-    assert found["MIMO"].labelled == records["MIMO", 0].labelled
+    methods = {record.method: record for record in run(other, folder) if record.run == 0}
+    assert methods["SWAG"].labelled != records["SWAG", 0].labelled
+    assert methods["SWAG"].settings != records["SWAG", 0].settings
+    assert methods["MIMO"].labelled == records["MIMO", 0].labelled
 
 
 def test_damaged_predictions_are_named(plan, finished):
@@ -126,13 +126,13 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
         assert set(records[name].outliers["strange"].scores) == {"max probability", "entropy"}
     # What was fitted is taken up.
     again = run(replace(plan, runs=1, groups=("whole",)), tmp_path, fresh=True)
-    assert [one.labelled for one in again] == [one.labelled for one in records.values()]
+    assert [record.labelled for record in again] == [record.labelled for record in records.values()]
 
 
 def test_cost_of_all_methods_is_measured_in_one_run(plan):
     sources = (plan.sources[name] for name in ("train", "test"))
-    found = measure_cost(plan.members("beyond", 0), *sources, BUDGET, lambda doing, done: None, repeats=1)
-    rows = {row["method"]: row for row in found["rows"]}
+    document = measure_cost(plan.members("beyond", 0), *sources, BUDGET, lambda doing, done: None, repeats=1)
+    rows = {row["method"]: row for row in document["rows"]}
     numbers = sum(tensor.numel() for tensor in plan.networks[0].load().state_dict().values())
     assert rows["MAP"]["bytes"] == 4 * numbers
     assert rows["DE"]["bytes"] == 2 * rows["MAP"]["bytes"]
@@ -150,14 +150,14 @@ def test_cost_of_networks_with_denormal_weights(plan, tmp_path):
     save_weights(network, tmp_path / "00.safetensors")
     networks = open_networks(find_networks(tmp_path), build, "mlp")
     sources = (plan.sources[name] for name in ("train", "test"))
-    found = measure_cost(networks, *sources, None, lambda doing, done: None, repeats=1)
-    assert all(row["bytes"] > 0 for row in found["rows"])
+    document = measure_cost(networks, *sources, None, lambda doing, done: None, repeats=1)
+    assert all(row["bytes"] > 0 for row in document["rows"])
 
 
 def test_budgets_are_changed_in_words():
-    found = changed(SwagBudget(1e-2), " snapshots=12, learning_rate=2e-3 ,images=12500,")
-    assert found == SwagBudget(2e-3, snapshots=12, images=12500)
-    assert changed(found, "") == found
+    budget = changed(SwagBudget(1e-2), " snapshots=12, learning_rate=2e-3 ,images=12500,")
+    assert budget == SwagBudget(2e-3, snapshots=12, images=12500)
+    assert changed(budget, "") == budget
     for text in ("epochs", "speed=3", "epochs=many", "epochs=2.5", "epochs=0", "members=0", "batch_repetition=0"):
         with pytest.raises(OptionError, match=r"expected name=number|above 0"):
             changed(MimoBudget(), text)

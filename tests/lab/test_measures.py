@@ -19,13 +19,16 @@ VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
 def test_rank_correlation_is_spearmans_with_ties(values, random):
     other = values.copy()
     random.shuffle(other)
-    first, second = torch.tensor(values).double(), torch.tensor(other).double()
-    found = rank_correlation(first, second)
+    first = torch.tensor(values).double()
+    second = torch.tensor(other).double()
+    correlation = rank_correlation(first, second)
     if len(set(values)) == 1:
-        assert found == 0
+        assert correlation == 0
     else:
-        assert found == pytest.approx(spearmanr(values, other).statistic, abs=1e-12)
-        assert rank_correlation(first.exp(), second**3) == pytest.approx(found, abs=1e-12)  # only the order counts
+        assert correlation == pytest.approx(spearmanr(values, other).statistic, abs=1e-12)
+        assert rank_correlation(first.exp(), second**3) == pytest.approx(
+            correlation, abs=1e-12
+        )  # only the order counts
 
 
 SCORES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=12)
@@ -33,7 +36,8 @@ SCORES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_s
 
 @given(SCORES, st.lists(st.integers(0, 6), min_size=1, max_size=12))
 def test_no_threshold_treats_more_inputs_rightly(known, unknown):
-    inside, right = torch.tensor([one for one, _ in known]).double(), torch.tensor([good for _, good in known])
+    inside = torch.tensor([score for score, _ in known]).double()
+    right = torch.tensor([good for _, good in known])
     outside = torch.tensor(unknown).double()
 
     def well(threshold):
@@ -55,24 +59,27 @@ def answers(**sets):
 
 def test_people_agree_with_themselves():
     counts = torch.tensor([[50, 0, 0], [30, 20, 0], [20, 20, 10], [49, 1, 0], [0, 40, 10]])
-    shares, labels = counts.double() / 50, counts.argmax(1)
-    own = human_labels(counts, answers(test=(shares, labels)))
-    assert own["divergence"] == pytest.approx(0, abs=1e-12)
-    assert own["cross-entropy"] == pytest.approx(float(entropy(shares).mean()))
-    assert own["correlation, entropy"] == pytest.approx(1)
+    shares = counts.double() / 50
+    labels = counts.argmax(1)
+    agreement = human_labels(counts, answers(test=(shares, labels)))
+    assert agreement["divergence"] == pytest.approx(0, abs=1e-12)
+    assert agreement["cross-entropy"] == pytest.approx(float(entropy(shares).mean()))
+    assert agreement["correlation, entropy"] == pytest.approx(1)
     sure = torch.nn.functional.one_hot(labels, 3).double()
     sure = 0.98 * sure + 0.02 / 3
     other = human_labels(counts, answers(test=(sure, labels)))
     # No other probabilities have a lower cross-entropy, and those that are equally sure of all order nothing.
-    assert other["cross-entropy"] > own["cross-entropy"]
+    assert other["cross-entropy"] > agreement["cross-entropy"]
     assert abs(other["correlation, entropy"]) < 1
 
 
 def test_rejection_counts_what_is_answered_and_what_is_not():
-    sure, unsure = torch.tensor([0.9, 0.05, 0.05]), torch.tensor([0.4, 0.3, 0.3])
-    known, unknown = torch.stack([sure] * 3), torch.stack([unsure] * 2)
+    sure = torch.tensor([0.9, 0.05, 0.05])
+    unsure = torch.tensor([0.4, 0.3, 0.3])
+    known = torch.stack([sure] * 3)
+    unknown = torch.stack([unsure] * 2)
     test = torch.stack([sure, sure, unsure, sure])
-    found = rejection(
+    rates = rejection(
         ("validation", "strange"),
         ("test", "outside"),
         answers(
@@ -83,5 +90,5 @@ def test_rejection_counts_what_is_answered_and_what_is_not():
         ),
     )
     for score in ("max probability", "entropy"):
-        assert found[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected
-        assert found[f"out-of-scope recall, {score}"] == pytest.approx(2 / 3)
+        assert rates[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected
+        assert rates[f"out-of-scope recall, {score}"] == pytest.approx(2 / 3)

@@ -57,7 +57,8 @@ def by_hand(mimo, batches):
 
 
 def test_heads_agree_with_a_hand_tiled_pass():
-    mimo, inputs = trained(), images(seed=5)[0]
+    mimo = trained()
+    inputs = images(seed=5)[0]
     logits = by_hand(mimo, [inputs] * 3)
     torch.testing.assert_close(mimo.logits(inputs), logits)
     expected = logits.softmax(-1).mean(0)
@@ -97,7 +98,7 @@ def test_a_step_is_sgd_on_the_mean_over_rows_of_the_sum_over_heads():
     assert stacked.shape == (48, 4, 6, 6)
     # Which datum each member saw, found by looking.
     rows = [
-        torch.tensor([int((inputs == one).flatten(1).all(1).nonzero()) for one in stacked[:, 2 * k : 2 * k + 2]])
+        torch.tensor([int((inputs == row).flatten(1).all(1).nonzero()) for row in stacked[:, 2 * k : 2 * k + 2]])
         for k in range(2)
     ]
     assert not torch.equal(rows[0], rows[1])
@@ -105,9 +106,9 @@ def test_a_step_is_sgd_on_the_mean_over_rows_of_the_sum_over_heads():
     trunk = reference.trunk.network.train()
     features = trunk(stacked)
     loss = sum(nn.functional.cross_entropy(reference.heads[k](features), labels[rows[k]]) for k in range(2))
-    for ours, theirs in zip(mimo.parameters(), reference.parameters(), strict=True):
-        (gradient,) = torch.autograd.grad(loss, theirs, retain_graph=True)
-        torch.testing.assert_close(ours.detach(), (theirs - 0.1 * gradient).detach())
+    for trained, expected in zip(mimo.parameters(), reference.parameters(), strict=True):
+        (gradient,) = torch.autograd.grad(loss, expected, retain_graph=True)
+        torch.testing.assert_close(trained.detach(), (expected - 0.1 * gradient).detach())
 
 
 def test_new_weights_keep_the_architectures_own_scale():
@@ -116,11 +117,12 @@ def test_new_weights_keep_the_architectures_own_scale():
     network = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 5))
     mimo = Mimo(network, 4, example=torch.zeros(2, 200))
     inputs = [torch.randn(500, 200) for _ in range(4)]
-    plain, wide = network[0](inputs[0]).detach(), mimo.trunk.network[0](torch.cat(inputs, 1)).detach()
+    plain = network[0](inputs[0]).detach()
+    wide = mimo.trunk.network[0](torch.cat(inputs, 1)).detach()
     assert float(wide.var() / plain.var()) == pytest.approx(1, abs=0.05)
-    own = set(network[2].weight.flatten().tolist())
+    entries = set(network[2].weight.flatten().tolist())
     heads = [head.weight for head in mimo.heads]
-    assert all(set(head.flatten().tolist()) <= own for head in heads)
+    assert all(set(head.flatten().tolist()) <= entries for head in heads)
     assert not torch.equal(heads[0], heads[1])
 
 
@@ -129,7 +131,8 @@ class OneHead(nn.Module):
 
     def __init__(self, mimo, index):
         super().__init__()
-        self.trunk, self.head = copy.deepcopy(mimo.trunk.network), copy.deepcopy(mimo.heads[index])
+        self.trunk = copy.deepcopy(mimo.trunk.network)
+        self.head = copy.deepcopy(mimo.heads[index])
         self.members = mimo.members
 
     def forward(self, inputs):
@@ -138,7 +141,9 @@ class OneHead(nn.Module):
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
-    mimo, (inputs, labels), validation = trained(), images(), images(seed=9)
+    mimo = trained()
+    (inputs, labels) = images()
+    validation = images(seed=9)
     loader = list(zip(inputs.split(7), labels.split(7), strict=True))
     by_hand_networks = [OneHead(mimo, index) for index in range(3)]
     rule = Threshold(0.4)
@@ -148,7 +153,7 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
     torch.testing.assert_close(posterior.log_evidence(), expected.log_evidence())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MolaWarning)  # the grid may grow
-        tuned, wanted = (one.tune([validation], rule=rule, progress=False) for one in (posterior, expected))
+        tuned, wanted = (mixture.tune([validation], rule=rule, progress=False) for mixture in (posterior, expected))
     assert len(set(tuned.prior_precision)) == 1
     assert tuned.prior_precision == wanted.prior_precision
     torch.testing.assert_close(tuned.predict(validation[0]).probs, wanted.predict(validation[0]).probs)

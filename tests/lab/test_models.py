@@ -36,7 +36,9 @@ def test_parameter_counts(build, count, published):
 
 def plain_wrn16_4(network, images):
     """WRN-16-4 in evaluation, written out layer by layer from its state."""
-    state, relu, conv = network.state_dict(), torch.relu, nn.functional.conv2d
+    state = network.state_dict()
+    relu = torch.relu
+    conv = nn.functional.conv2d
 
     def norm(name, values):
         parts = [state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
@@ -46,7 +48,8 @@ def plain_wrn16_4(network, images):
     hidden = conv(images, state["conv1.weight"], padding=1)
     for group, stride in ((1, 1), (2, 2), (3, 2)):
         for block in (0, 1):
-            name, step = f"group{group}.{block}", stride if block == 0 else 1
+            name = f"group{group}.{block}"
+            step = stride if block == 0 else 1
             active = relu(norm(f"{name}.bn1", hidden))
             shortcut = conv(active, state[f"{name}.shortcut.weight"], stride=step) if block == 0 else hidden
             inner = relu(norm(f"{name}.bn2", conv(active, state[f"{name}.conv1.weight"], stride=step, padding=1)))
@@ -112,7 +115,8 @@ def test_a_shared_network_is_as_accurate_as_reported():
     with Image.open(folder / "test_batch.webp") as mosaic:  # tiles of 32 x 32, 100 to a row
         rows = np.array(mosaic.crop((0, 0, 3200, 320)))
     images = torch.from_numpy(rows.reshape(10, 32, 100, 32, 3)).permute(0, 2, 4, 1, 3).reshape(1000, 3, 32, 32)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    mean = torch.tensor([0.485, 0.456, 0.406])
+    std = torch.tensor([0.229, 0.224, 0.225])
     inputs = (images / 255 - mean[:, None, None]) / std[:, None, None]
     labels = torch.from_numpy(np.fromfile(folder / "test_batch.labels", np.uint8)[:1000]).long()
     network = resnet20().float().eval()

@@ -17,7 +17,7 @@ OUTLIERS = {"svhn": "SVHN", "cifar100": "CIFAR-100"}
 def measured(predictor, stored):
     """Metrics on test images, and of every outlier score and confidence."""
     predictions = {name: predictor.predict(stored[name]) for name in ("test", *OUTLIERS)}
-    probs = {name: one.probs for name, one in predictions.items()}
+    probs = {name: prediction.probs for name, prediction in predictions.items()}
     labels = stored["test"].labels
     row = {
         "accuracy": metrics.accuracy(probs["test"], labels),
@@ -40,29 +40,32 @@ def rows(unpacked, tmp_path_factory):
         # Passes through the networks take all the time: 25,500 images in all, where the record has 350,000.
         options = DataOptions(unpacked, train=2_500, test=2_000, outliers=1_000, normalisation="imagenet")
         sets = ("train", "validation", "test", *OUTLIERS)
-        found, cache = {}, tmp_path_factory.mktemp("activations")
+        predictions = {}
+        cache = tmp_path_factory.mktemp("activations")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mola.errors.MolaWarning)  # SVHN has fewer images here than were published
             suite = open_suite("cifar10", networks, options, cache, 3, sets)
         for plain, fitted, count in (("MAP", "LLLA", 1), ("DE", "MoLA", 3)):
             stored = suite.read(slice(count))
-            heads, validation = stored["train"].heads, stored["validation"]
-            found[plain] = measured(mola.ensemble(heads), stored)
+            heads = stored["train"].heads
+            validation = stored["validation"]
+            predictions[plain] = measured(mola.ensemble(heads), stored)
             scaled = mola.calibration.temperature_scaled(heads, validation, progress=False)
-            found[f"{plain}, temperature"] = measured(scaled, stored)
+            predictions[f"{plain}, temperature"] = measured(scaled, stored)
             for structure in ("kron", "kron-exact"):
                 posterior = mola.fit(heads, stored["train"], structure=structure, progress=False)
                 for rule, title in (("threshold", "threshold"), ("nll", "NLL")):
                     tuned = posterior.tune(validation, rule=rule, progress=False)
-                    found[f"{fitted} {structure}, {title}"] = measured(tuned, stored)
-        return found
+                    predictions[f"{fitted} {structure}, {title}"] = measured(tuned, stored)
+        return predictions
     finally:
         torch.set_default_dtype(dtype)
 
 
 pytestmark = pytest.mark.real_data
 
-TUNED, LLLA = "MoLA kron, threshold", "LLLA kron, threshold"
+TUNED = "MoLA kron, threshold"
+LLLA = "LLLA kron, threshold"
 
 
 @pytest.mark.parametrize("name", OUTLIERS.values())
@@ -88,6 +91,7 @@ def test_in_distribution_nothing_is_lost(rows):
 
 def test_algorithm_1_detects_outliers_better_than_the_exact_form(rows):
     """At the confidence that both are tuned to: the reason why `kron` is the default."""
-    exact, damped = rows["MoLA kron-exact, threshold"], rows[TUNED]
+    exact = rows["MoLA kron-exact, threshold"]
+    damped = rows[TUNED]
     assert abs(exact["confidence"] - damped["confidence"]) < 0.01
     assert damped["SVHN auroc"] > exact["SVHN auroc"] + 0.01

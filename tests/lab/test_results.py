@@ -59,14 +59,14 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
 @pytest.mark.parametrize("suite", ["mnist", "cifar10"])
 def test_declared_methods_have_the_settings_of_their_records(suite):
     """So that records count: a new rule or option must leave the settings of all other methods as they were."""
-    declared = {one.name: one for name in COMPARISONS for one in methods_of(name, find_suite(suite).budget)}
+    declared = {method.name: method for name in COMPARISONS for method in methods_of(name, find_suite(suite).budget)}
     budgets = ("SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA")  # the records name the budget that was asked for
     common = {"components", "threshold", "network", "protocol", "metrics"}
-    records = [one for one in Store(RESULTS).records(suite) if one.method not in budgets]
+    records = [record for record in Store(RESULTS).records(suite) if record.method not in budgets]
     assert len(records) > 100
     for record in records:
-        own = {name: value for name, value in record.settings.items() if name not in common}
-        assert own == json.loads(json.dumps(declared[record.method].settings())), record.method
+        settings = {name: value for name, value in record.settings.items() if name not in common}
+        assert settings == json.loads(json.dumps(declared[record.method].settings())), record.method
         assert record.settings["metrics"] == list(METRICS)
     assert declared["MoLA (distance)"].settings() == {**declared["MoLA"].settings(), "rule": "distance"}
 
@@ -75,9 +75,9 @@ def test_the_networks_of_the_mnist_records_are_those_of_the_repository():
     """Trained anew on another processor they differ in their last bits, and so does every number: they are kept."""
     suite = find_suite("mnist")
     name, build = suite.builder(None)
-    kept = open_networks(find_networks(ROOT / "networks" / "mnist"), build, name)
+    networks = open_networks(find_networks(ROOT / "networks" / "mnist"), build, name)
     runs = {record.run: record.networks for record in Store(RESULTS).records("mnist") if record.method == "DE"}
-    assert [network.checksum for network in kept] == [name for run in sorted(runs) for name in runs[run]]
+    assert [network.checksum for network in networks] == [name for run in sorted(runs) for name in runs[run]]
 
 
 # --- the numbers themselves, made again -------------------------------------------------------------------------------------
@@ -123,17 +123,18 @@ def made_again(tmp_path_factory):
 )
 def test_todays_code_gives_the_recorded_numbers(made_again, method, kept_as):
     record = Store(RESULTS).read("mnist", kept_as, 0)
-    (found,) = made_again.methods[method].labelled.values()
-    (out,) = made_again.methods[method].outliers.values()
-    kept, kept_out = record.labelled["test"], record.outliers["fashion-mnist"]
-    assert (found.count, out.count) == (kept.count, kept_out.count)
+    (result,) = made_again.methods[method].labelled.values()
+    (outlying,) = made_again.methods[method].outliers.values()
+    stored = record.labelled["test"]
+    stored_outlying = record.outliers["fashion-mnist"]
+    assert (result.count, outlying.count) == (stored.count, stored_outlying.count)
     # Another processor rounds otherwise: a prediction or two of 8000 may fall on the other side of an edge.
     for name in ("accuracy", "nll", "brier", "ece", "confidence"):
-        assert found.metrics[name] == pytest.approx(kept.metrics[name], abs=3e-4), name
-    assert out.confidence == pytest.approx(kept_out.confidence, abs=1e-3)
-    shared = {name: each for name, each in kept_out.scores.items() if name in out.scores}
+        assert result.metrics[name] == pytest.approx(stored.metrics[name], abs=3e-4), name
+    assert outlying.confidence == pytest.approx(stored_outlying.confidence, abs=1e-3)
+    shared = {name: metrics for name, metrics in stored_outlying.scores.items() if name in outlying.scores}
     expected = {"MAP": {"max probability", "entropy", "energy", "maximum logit"}, "LLLA": {"entropy", "ood score"}}
     assert set(shared) >= expected.get(method, {"max probability"})
-    for name, each in shared.items():
-        assert out.scores[name]["auroc"] == pytest.approx(each["auroc"], abs=1e-4), name
-        assert out.scores[name]["fpr95"] == pytest.approx(each["fpr95"], abs=2e-3), name
+    for name, metrics in shared.items():
+        assert outlying.scores[name]["auroc"] == pytest.approx(metrics["auroc"], abs=1e-4), name
+        assert outlying.scores[name]["fpr95"] == pytest.approx(metrics["fpr95"], abs=2e-3), name

@@ -28,7 +28,8 @@ from molaplace_lab.training import Recipe
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
-CLASSES, SIDE = 3, 4
+CLASSES = 3
+SIDE = 4
 
 
 def build():
@@ -45,7 +46,7 @@ def images(count, seed, noise=40):
 
 
 def sources(options):
-    def source(name, role, data, level=0.0, change=lambda one: one):
+    def source(name, role, data, level=0.0, change=lambda data: data):
         return image_source(options, "none", name, name.title(), role, data, level=level, change=change)
 
     def noisy(data):
@@ -81,7 +82,8 @@ SUITE = Suite(
 
 def same_weights(first, second):
     """Bit for bit; the order of a file's metadata is not determined."""
-    first, second = load_file(first), load_file(second)
+    first = load_file(first)
+    second = load_file(second)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -150,22 +152,25 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
         predictor = mola.fit(models, train, validation, rule="threshold", progress=False)
         assert_close(record.chosen["prior_precision"][0], predictor.prior_precision[0])
     labels = torch.cat([labels for _, labels in test])
-    inside, outside = (predictor.predict([x for x, _ in one], progress=False) for one in (test, strange))
-    found, shown = record.labelled["test"], record.outliers["strange"]
-    assert_close(found.metrics["nll"], metrics.negative_log_likelihood(inside.probs, labels), scale=1.0)
-    assert found.metrics["accuracy"] == metrics.accuracy(inside.probs, labels)
-    assert found.count == sum(found.histogram) == 90
-    assert_close(shown.confidence, metrics.mean_confidence(outside.probs))
-    assert shown.scores["entropy"]["auroc"] == pytest.approx(metrics.auroc(inside.entropy, outside.entropy), abs=1e-3)
+    inside, outside = (predictor.predict([x for x, _ in batches], progress=False) for batches in (test, strange))
+    result = record.labelled["test"]
+    outlying = record.outliers["strange"]
+    assert_close(result.metrics["nll"], metrics.negative_log_likelihood(inside.probs, labels), scale=1.0)
+    assert result.metrics["accuracy"] == metrics.accuracy(inside.probs, labels)
+    assert result.count == sum(result.histogram) == 90
+    assert_close(outlying.confidence, metrics.mean_confidence(outside.probs))
+    assert outlying.scores["entropy"]["auroc"] == pytest.approx(
+        metrics.auroc(inside.entropy, outside.entropy), abs=1e-3
+    )
 
 
 def more_sources():
     """One more set of outliers, and two types of noise dealt over the test images."""
-    found = sources(DataOptions())
-    shifted = replace(found["noise 1"], types=("faint", "loud"))
+    plain = sources(DataOptions())
+    shifted = replace(plain["noise 1"], types=("faint", "loud"))
     data = Images(images(50, 4).pixels.flip(3), torch.zeros(50, dtype=torch.int64))
     further = image_source(DataOptions(), "none", "further", "Further", "outlier", data)
-    return {**found, "noise 1": shifted, "further": further}
+    return {**plain, "noise 1": shifted, "further": further}
 
 
 def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monkeypatch):
@@ -183,7 +188,9 @@ def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monke
 
 
 def test_a_run_that_stops_or_refuses_keeps_the_other_records(plan, tmp_path, monkeypatch):
-    plan, fit, done = replace(plan, runs=1), LastLayerMethod.fit, []
+    plan = replace(plan, runs=1)
+    fit = LastLayerMethod.fit
+    done = []
 
     def failing(at, error):
         def replaced(self, context):
@@ -197,14 +204,14 @@ def test_a_run_that_stops_or_refuses_keeps_the_other_records(plan, tmp_path, mon
     failing("DE-T", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         run(plan, tmp_path)
-    kept = {record.method for record in records_of(tmp_path)}
-    assert kept == {"MAP", "MAP-T", "DE"}
+    methods = {record.method for record in records_of(tmp_path)}
+    assert methods == {"MAP", "MAP-T", "DE"}
     done.clear()
     failing("LLLA", mola.errors.StructureTooLargeError("too large"))
     with pytest.raises(mola.errors.OptionError, match="LLLA, run 1: too large"):
         run(plan, tmp_path)
     every = {method.name for method in plan.methods("main")}
-    assert set(done) == every - kept
+    assert set(done) == every - methods
     assert {record.method for record in records_of(tmp_path)} == every - {"LLLA"}
 
 
@@ -214,7 +221,12 @@ def test_another_experiment_is_refused_or_replaced(plan, copied):
     outliers = {**plan.sources, "strange": replace(more_sources()["further"], name="strange")}
     without = {name: source for name, source in plan.sources.items() if name != "noise 1"}
     strict = replace(plan, suite=replace(SUITE, threshold=0.5))
-    changed = [fewer, replace(plan, components=1), strict, *(replace(plan, folds=[one]) for one in (outliers, without))]
+    changed = [
+        fewer,
+        replace(plan, components=1),
+        strict,
+        *(replace(plan, folds=[sets]) for sets in (outliers, without)),
+    ]
     for other in changed:
         with pytest.raises(mola.errors.StorageError, match=r"another experiment \(.+\)\. Write.*--fresh"):
             run(other, copied)
@@ -230,13 +242,13 @@ def test_types_of_shift_are_tallied_from_every_second_row(plan, tmp_path):
     test = loader(plan, "noise 1")
     probs = mola.ensemble(whole_networks(plan, 0, 2)).predict([inputs for inputs, _ in test], progress=False).probs
     labels = torch.cat([labels for _, labels in test])
-    found = record.labelled["noise 1"].types
-    assert list(found) == ["faint", "loud"]
-    for place, numbers in enumerate(found.values()):
-        own = probs[place::2], labels[place::2]
-        assert numbers["accuracy"] == pytest.approx(metrics.accuracy(*own), rel=1e-5)
-        assert numbers["nll"] == pytest.approx(metrics.negative_log_likelihood(*own), rel=1e-4)
-        assert numbers["ece"] == pytest.approx(metrics.expected_calibration_error(*own), abs=1e-3)
+    by_type = record.labelled["noise 1"].types
+    assert list(by_type) == ["faint", "loud"]
+    for index, numbers in enumerate(by_type.values()):
+        rows = probs[index::2], labels[index::2]
+        assert numbers["accuracy"] == pytest.approx(metrics.accuracy(*rows), rel=1e-5)
+        assert numbers["nll"] == pytest.approx(metrics.negative_log_likelihood(*rows), rel=1e-4)
+        assert numbers["ece"] == pytest.approx(metrics.expected_calibration_error(*rows), abs=1e-3)
     assert record.labelled["test"].types == {}
     assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
 
@@ -286,7 +298,9 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_bits(tmp_path):
             raise KeyboardInterrupt
 
     # Both trainings one after the other: how numbers below 1e-38 are rounded may change as other tests import libraries.
-    training, whole, parts = Training(SUITE, 3, SUITE.recipe), tmp_path / "whole", tmp_path / "parts"
+    training = Training(SUITE, 3, SUITE.recipe)
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     train_networks(training, whole, lambda doing, done: None)
     with pytest.raises(KeyboardInterrupt):
         train_networks(training, parts, stop)
@@ -304,7 +318,7 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
     """Networks, activations and records are each the work of one process: nothing depends on how many there are."""
     options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main"]
     options += ["--train-images", "150", "--test-images", "40", "--outliers", "30"]
-    one, two = (
+    alone, team = (
         [
             "-m",
             "molaplace_lab",
@@ -313,20 +327,20 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
         ]
         for name in ("one", "two")
     )
-    done = run_python(*one, timeout=600)
+    done = run_python(*alone, timeout=600)
     assert done.returncode == 0, done.stderr
-    codes, errors = run_team(2, two, tmp_path, timeout=600)
+    codes, errors = run_team(2, team, tmp_path, timeout=600)
     assert codes == [0, 0], errors
-    one, two = (
+    alone, team = (
         {
             (record.method, record.run): replace(record, seconds={}, environment={})
             for record in Store(tmp_path / name / "results").records("digits")
         }
         for name in ("one", "two")
     )
-    assert {method for method, _ in one} == {method.name for method in methods_of("main", SUITE.budget)}
-    assert two == one
-    assert list(one["DE", 0].labelled) == ["test", *(f"rotation {angle}" for angle in range(15, 181, 15))]
-    assert {result.count for result in one["DE", 0].outliers.values()} == {30}
+    assert {method for method, _ in alone} == {method.name for method in methods_of("main", SUITE.budget)}
+    assert team == alone
+    assert list(alone["DE", 0].labelled) == ["test", *(f"rotation {angle}" for angle in range(15, 181, 15))]
+    assert {result.count for result in alone["DE", 0].outliers.values()} == {30}
     for path in find_networks(tmp_path / "one" / "networks"):
         assert same_weights(path, tmp_path / "two" / "networks" / path.name)

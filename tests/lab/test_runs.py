@@ -21,11 +21,11 @@ from molaplace_lab.report.runs import RunMean, is_clear, leaders
     ],
 )
 def test_over_runs_what_decides_is_the_difference_run_by_run(runs, marked):
-    found = {name: RunMean.over(dict(enumerate(values))) for name, values in runs.items()}
-    assert leaders(found, "high") == marked
-    turned = {name: one.scaled(-2) for name, one in found.items()}
-    assert leaders(turned, "low") == marked
-    assert leaders({**found, "unknown": None}, "high") == marked
+    means = {name: RunMean.over(dict(enumerate(values))) for name, values in runs.items()}
+    assert leaders(means, "high") == marked
+    negated = {name: mean.scaled(-2) for name, mean in means.items()}
+    assert leaders(negated, "low") == marked
+    assert leaders({**means, "unknown": None}, "high") == marked
 
 
 @pytest.mark.parametrize(("freedom", "times"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227)])
@@ -36,8 +36,9 @@ def test_few_runs_are_judged_by_students_t(freedom, times):
 
 
 def test_differences_of_estimates_are_those_of_the_runs_that_both_have():
-    one, other = RunMean.over({0: 1.0, 1: 2.0, 3: 5.0}), RunMean.over({1: 1.5, 2: 9.0, 3: 3.5})
-    gap = one.minus(other)
+    first = RunMean.over({0: 1.0, 1: 2.0, 3: 5.0})
+    second = RunMean.over({1: 1.5, 2: 9.0, 3: 3.5})
+    gap = first.minus(second)
     assert gap.value == pytest.approx(1.0)
     assert gap.error == pytest.approx(0.5)
     assert gap.runs == 2
@@ -58,7 +59,7 @@ def test_rotations_that_share_images_do_not_pass_for_independent_runs():
     # What leads clearly in independent runs need not do so here; the correction stays through differences and units.
     values = {"a": [3.0, 3.2, 3.1, 3.4, 3.3], "b": [2.5, 3.1, 2.9, 3.2, 2.6]}
     alone, sharing = (
-        {name: RunMean.over(dict(enumerate(found)), overlap).scaled(100) for name, found in values.items()}
+        {name: RunMean.over(dict(enumerate(of_method)), overlap).scaled(100) for name, of_method in values.items()}
         for overlap in (0.0, 2 / 3)
     )
     assert leaders(alone, "high") == ["a"]

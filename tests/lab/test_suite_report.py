@@ -62,18 +62,18 @@ def test_outliers_beside_the_paper(suite):
     table = suite_tables(suite)["outliers"]
     rows = texts(table)
     for method, quality in QUALITY.items():
-        for place in range(3):
+        for index in range(3):
             confidence = 100 * (0.8 - 0.05 * quality + np.mean(SPREAD))
-            auroc = 100 * (0.90 + 0.01 * place + 0.005 * quality + np.mean(SPREAD))
-            assert rows[method][1 + 2 * place] == f"{confidence:.1f} ± {100 * ERROR:.1f}"
-            assert rows[method][2 + 2 * place] == f"{auroc:.1f} ± {100 * ERROR:.1f}"
+            auroc = 100 * (0.90 + 0.01 * index + 0.005 * quality + np.mean(SPREAD))
+            assert rows[method][1 + 2 * index] == f"{confidence:.1f} ± {100 * ERROR:.1f}"
+            assert rows[method][2 + 2 * index] == f"{auroc:.1f} ± {100 * ERROR:.1f}"
     paper = paper_numbers.OUTLIERS["mnist"]["MoLA"]
-    assert rows["paper: MoLA"] == [one.text(1) for one in paper.values()]
-    assert sorted(table.best) == [("MoLA", place) for place in range(1, 7)]
+    assert rows["paper: MoLA"] == [mean.text(1) for mean in paper.values()]
+    assert sorted(table.best) == [("MoLA", index) for index in range(1, 7)]
     assert list(table.aside) == [f"paper: {name}" for name in paper_numbers.OUTLIERS["mnist"]]
-    ours = 100 * (0.8 - 0.05 * 6 + np.mean(SPREAD))
+    measured = 100 * (0.8 - 0.05 * 6 + np.mean(SPREAD))
     error = np.hypot(100 * ERROR, paper["FMNIST MMC"].error)
-    assert texts(suite_tables(suite)["difference"])["MoLA"][1] == f"{ours - 44.0:.1f} ± {error:.1f}"
+    assert texts(suite_tables(suite)["difference"])["MoLA"][1] == f"{measured - 44.0:.1f} ± {error:.1f}"
 
 
 def test_in_distribution_and_risk(suite):
@@ -90,12 +90,12 @@ def test_in_distribution_and_risk(suite):
 
 def test_every_score_of_every_set(suite):
     tables = suite_tables(suite)
-    for place, name in enumerate(OUTLIERS):
+    for index, name in enumerate(OUTLIERS):
         rows = texts(tables[f"scores {name}"])
         assert len(rows) == 4 * len(QUALITY)
-        auroc = 100 * (0.90 + 0.01 * place + 0.03 + 0.009 + np.mean(SPREAD))
-        shown = [text.split(" ")[0] for text in rows["MoLA, ood score"]]
-        assert shown == [f"{auroc:.1f}", f"{auroc - 1:.1f}", f"{auroc - 2:.1f}", f"{100 - auroc:.1f}"]
+        auroc = 100 * (0.90 + 0.01 * index + 0.03 + 0.009 + np.mean(SPREAD))
+        numbers = [text.split(" ")[0] for text in rows["MoLA, ood score"]]
+        assert numbers == [f"{auroc:.1f}", f"{auroc - 1:.1f}", f"{auroc - 2:.1f}", f"{100 - auroc:.1f}"]
     digest = tables["scores"]
     column = [column.name for column in digest.columns].index("DE")
     assert texts(digest)["entropy"][column].startswith(f"{100 * (0.91 + 0.01 + 0.003 + np.mean(SPREAD)):.1f}")
@@ -104,27 +104,27 @@ def test_every_score_of_every_set(suite):
 
 def test_near_and_far_outliers_types_and_measures(tmp_path):
     store = make_store(tmp_path, "cifar10", 3, ablations=False)
-    for one in store.records("cifar10"):
-        given = one.outliers["kmnist"]
+    for stored in store.records("cifar10"):
+        kmnist = stored.outliers["kmnist"]
         outliers = {}
-        for place, name in enumerate(("cifar100", "tinyimagenet", "mnist", "svhn")):
+        for index, name in enumerate(("cifar100", "tinyimagenet", "mnist", "svhn")):
             scores = {
-                score: {**found, "auroc": found["auroc"] + 0.01 * place, "fpr95_out": 0.1 * place}
-                for score, found in given.scores.items()
+                score: {**result, "auroc": result["auroc"] + 0.01 * index, "fpr95_out": 0.1 * index}
+                for score, result in kmnist.scores.items()
             }
-            outliers[name] = replace(given, scores=scores)
+            outliers[name] = replace(kmnist, scores=scores)
         labelled = {
-            name: replace(found, types={kind: {"nll": found.metrics["nll"], "ece": 0.1} for kind in ("a_b", "fog")})
-            for name, found in one.labelled.items()
+            name: replace(result, types={kind: {"nll": result.metrics["nll"], "ece": 0.1} for kind in ("a_b", "fog")})
+            for name, result in stored.labelled.items()
         }
         measures = {
             "people": {"cross-entropy": 0.3, "divergence": 0.1, "correlation, entropy": 0.5},
             "rejection": {"in-scope accuracy, entropy": 0.9, "out-of-scope recall, entropy": 0.25},
         }
-        store.write(replace(one, outliers=outliers, labelled=labelled, measures=measures))
+        store.write(replace(stored, outliers=outliers, labelled=labelled, measures=measures))
     tables = suite_tables(read_suites(tmp_path)[0])
     openood = tables["openood"]
-    assert {one.group for one in openood.columns} == {"near: cifar100, tinyimagenet", "far: mnist, svhn"}
+    assert {column.group for column in openood.columns} == {"near: cifar100, tinyimagenet", "far: mnist, svhn"}
     rows = texts(openood)
     near = 100 * (0.92 + 0.005 * 6 + np.mean(SPREAD) + 0.005)
     assert rows["MoLA, max probability"][0].startswith(f"{near:.1f}")
@@ -141,7 +141,7 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
 def test_cost_and_variants_beside_the_paper(tmp_path, suite):
     rows = texts(suite_tables(suite)["cost"])
     paper = [155.70 / 42.58, 4.04 / 1.17, 58 / 11]
-    assert rows["MoLA"] == [f"{one:.2f}" for one in [30, 3, paper[0], 8, 4, paper[1], 6, 6, paper[2]]]
+    assert rows["MoLA"] == [f"{number:.2f}" for number in [30, 3, paper[0], 8, 4, paper[1], 6, 6, paper[2]]]
     assert rows["MAP"][:3] == [MISSING] * 3
     make_store(tmp_path, "cifar10", 1)
     variants = texts(suite_tables(read_suites(tmp_path)[0])["variants"])
@@ -154,8 +154,8 @@ def test_one_run_two_methods_and_nothing_else(tmp_path):
     for method in set(QUALITY) - {"MAP", "DE"}:
         store.path("mine", method, 0).unlink()
     for method in ("MAP", "DE"):
-        one = store.read("mine", method, 0)
-        store.write(replace(one, outliers={}, examples={}, labelled={"test": one.labelled["test"]}))
+        stored = store.read("mine", method, 0)
+        store.write(replace(stored, outliers={}, examples={}, labelled={"test": stored.labelled["test"]}))
     suite = read_suites(tmp_path, ["mine"])[0]
     assert list(suite_tables(suite)) == ["in-distribution", "risk", "settings"]
     write_report([suite], tmp_path / "report")
@@ -166,10 +166,10 @@ def test_one_run_two_methods_and_nothing_else(tmp_path):
 def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
     store = make_store(tmp_path, runs=2, ablations=False)
     for run in range(2):
-        one = record("mnist", "Dropout <b>", "main", run, 9, LEVELS, components=1)
-        found = one.outliers["kmnist"]
-        strange = replace(found, scores={**found.scores, "typicality": found.scores["entropy"]})
-        store.write(replace(one, outliers={**one.outliers, "cats": strange}))
+        unknown = record("mnist", "Dropout <b>", "main", run, 9, LEVELS, components=1)
+        kmnist = unknown.outliers["kmnist"]
+        strange = replace(kmnist, scores={**kmnist.scores, "typicality": kmnist.scores["entropy"]})
+        store.write(replace(unknown, outliers={**unknown.outliers, "cats": strange}))
         store.write(record("mnist", "MoLA cold", "temperatures", run, 3, LEVELS, components=5))
     suite = read_suites(tmp_path)[0]
     tables = suite_tables(suite)
@@ -190,14 +190,15 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
 def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, shows_errors):
     console = Console(width=width, file=io.StringIO())
     print_table(console, suite_tables(suite)["outliers"])
-    shown = console.file.getvalue()
-    assert ("93.1 ± 0.2" in shown, "too narrow" in " ".join(shown.split())) == (shows_errors, not shows_errors)
-    assert re.search(r"MoLA .* 93\.1 ", shown), "a table wider than the terminal is not cropped"
+    text = console.file.getvalue()
+    assert ("93.1 ± 0.2" in text, "too narrow" in " ".join(text.split())) == (shows_errors, not shows_errors)
+    assert re.search(r"MoLA .* 93\.1 ", text), "a table wider than the terminal is not cropped"
 
 
 def test_every_form_has_every_cell(suite, written):
     tables = suite_tables(suite)
-    markdown, page = (written / "tables.md").read_text(), (written / "index.html").read_text()
+    markdown = (written / "tables.md").read_text()
+    page = (written / "index.html").read_text()
     for table in tables.values():
         assert as_markdown(table) in markdown
         lines = [line for line in as_markdown(table).splitlines() if line.startswith("|")]
@@ -223,8 +224,8 @@ def test_the_page_is_well_formed_loads_nothing_and_has_every_figure(written, sui
         assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         assert ElementTree.fromstring(picture.with_suffix(".svg").read_text()).tag.endswith("svg")
         assert f'id="mnist-{name}"' in text
-    shown = (written / "figures" / "mnist-shift.svg").read_text()
-    assert all(f">{method}<" in shown for method in QUALITY)
+    svg = (written / "figures" / "mnist-shift.svg").read_text()
+    assert all(f">{method}<" in svg for method in QUALITY)
 
 
 @pytest.mark.usefixtures("_blank_figures")
@@ -236,8 +237,8 @@ def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code in (0, None)
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in ("MNIST against outliers", "paper: MoLA", "93.1 ± 0.2", "index.html"):
-        assert words in shown
+        assert words in printed
     with pytest.raises(OptionError, match="another output folder"):
         write_report(read_suites(results), tmp_path / "index.html")

@@ -100,7 +100,8 @@ def write_cifar(root):
     folder = root / "cifar-10-batches-bin"
     folder.mkdir()
     for name, count in ({f"data_batch_{index}": 10 for index in range(1, 6)} | {"test_batch": 2100}).items():
-        pixels, labels = colour(count), np.arange(count) * 7 % 10
+        pixels = colour(count)
+        labels = np.arange(count) * 7 % 10
         (folder / f"{name}.bin").write_bytes(records([[label] for label in labels], pixels))
     return torch.from_numpy(pixels), torch.from_numpy(labels)
 
@@ -123,7 +124,8 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
     assert "generated" not in taken["severity 2"].title
     assert taken["severity 2"].checksum != generated["severity 2"].checksum
     assert taken["test"].checksum == generated["test"].checksum
-    plain, shifted = taken["test"].show(range(40)).pixels, taken["severity 2"].show(range(40)).pixels
+    plain = taken["test"].show(range(40)).pixels
+    shifted = taken["severity 2"].show(range(40)).pixels
     for index in range(40):
         assert torch.equal(shifted[index], plain[index] // (index % 3 + 2) + 2), index
     first, second = (generated[name].show(range(4)).pixels for name in ("test", "severity 2"))
@@ -148,7 +150,7 @@ def mnist(tmp_path_factory):
 def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     """Train, run, report: three commands, and the record of each method."""
     monkeypatch.chdir(tmp_path)
-    places = ["--data", str(mnist)]
+    data = ["--data", str(mnist)]
 
     def mola_command(*arguments):
         monkeypatch.setattr("sys.argv", ["molaplace_lab", *arguments])
@@ -156,14 +158,14 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
             main()
         return stop.value.code, capsys.readouterr()
 
-    code, _ = mola_command("train", "mnist", *places, "--networks", "2", "--epochs", "2", "--quiet")
+    code, _ = mola_command("train", "mnist", *data, "--networks", "2", "--epochs", "2", "--quiet")
     assert code == 0
-    bench = ["bench", "mnist", *places, "--components", "2", "--test-images", "30", "--outliers", "30"]
-    code, said = mola_command(*bench)
-    assert code == 0, said.err
-    assert "molaplace_lab: note: EMNIST" in said.err
-    assert "Traceback" not in said.err
-    assert "report mnist" in said.out.replace("\n", " ")
+    bench = ["bench", "mnist", *data, "--components", "2", "--test-images", "30", "--outliers", "30"]
+    code, printed = mola_command(*bench)
+    assert code == 0, printed.err
+    assert "molaplace_lab: note: EMNIST" in printed.err
+    assert "Traceback" not in printed.err
+    assert "report mnist" in printed.out.replace("\n", " ")
     records = {record.method: record for record in Store("results").records("mnist")}
     assert set(records["MoLA"].outliers) == {"fashion-mnist"}
     assert len(records["MoLA"].labelled) == 13

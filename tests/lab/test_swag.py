@@ -62,12 +62,12 @@ def test_moments_are_numpys_over_the_snapshots_of_a_plain_loop(epochs, rank):
     variance = (snapshots**2).mean(0) - snapshots.mean(0) ** 2
     np.testing.assert_allclose(flat([moments.variance(name) for name in moments.mean]), variance, rtol=1e-6)
     columns = np.array([snapshots[t] - snapshots[: t + 1].mean(0) for t in range(epochs)])[max(epochs - rank, 0) :]
-    found = torch.cat([column.flatten(1) for column in moments.columns.values()], dim=1)
-    assert found.shape == ((min(rank, epochs), snapshots.shape[1]))
+    deviations = torch.cat([column.flatten(1) for column in moments.columns.values()], dim=1)
+    assert deviations.shape == ((min(rank, epochs), snapshots.shape[1]))
     if rank:
-        np.testing.assert_allclose(found, columns, atol=1e-12)
+        np.testing.assert_allclose(deviations, columns, atol=1e-12)
         if epochs <= rank:
-            assert np.all(found.numpy()[0] == 0)  # the first snapshot is its own mean
+            assert np.all(deviations.numpy()[0] == 0)  # the first snapshot is its own mean
 
 
 def test_float32_moments_do_not_cancel():
@@ -91,7 +91,7 @@ def test_draws_have_the_mean_and_covariance_of_the_formula(rank, scale):
     generator = torch.Generator().manual_seed(7)
     seeds = torch.randint(2**62, (count,), generator=generator).tolist()
     drawn = [moments.draw(seed, scale) for seed in seeds]
-    draws = torch.stack([flat(one[name] for name in moments.mean) for one in drawn])
+    draws = torch.stack([flat(weights[name] for name in moments.mean) for weights in drawn])
     mean = flat(moments.mean.values())
     deviations = torch.cat([column.flatten(1) for column in moments.columns.values()], dim=1)
     covariance = torch.diag(flat([moments.variance(name) for name in moments.mean]))

@@ -52,7 +52,8 @@ class Noisy:
     """Augmentation that draws from torch's own generator, counts its calls, and stops the training at one of them."""
 
     def __init__(self, stop=None):
-        self.stop, self.calls = stop, 0
+        self.stop = stop
+        self.calls = 0
 
     def __call__(self, inputs):
         self.calls += 1
@@ -76,7 +77,8 @@ def _trained(kind, noisy, seed=1, folder=None):
         options = {"epochs": 5, "rank": 3, "learning_rate": 0.05, "progress": False}
         return fit_moments(network, loader, seed=seed, checkpoint=path, **options).tensors()
     if kind == "mimo":
-        mimo, options = Mimo(network, 2, example=DATA.inputs), {"epochs": 5, "progress": False}
+        mimo = Mimo(network, 2, example=DATA.inputs)
+        options = {"epochs": 5, "progress": False}
         return train_mimo(mimo, loader, seed=seed, checkpoint=path, **options).state_dict()
     recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=kind)
     checkpoint = None if path is None else TrainingCheckpoint(path, {"seed": seed})
@@ -85,8 +87,11 @@ def _trained(kind, noisy, seed=1, folder=None):
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "swag", "mimo"])
 def test_the_same_seed_gives_the_same_bits_interrupted_or_not(kind, tmp_path):
-    before, noisy = torch.get_rng_state(), Noisy()
-    whole, again, other = _trained(kind, noisy), _trained(kind, Noisy()), _trained(kind, Noisy(), seed=2)
+    before = torch.get_rng_state()
+    noisy = Noisy()
+    whole = _trained(kind, noisy)
+    again = _trained(kind, Noisy())
+    other = _trained(kind, Noisy(), seed=2)
     assert torch.equal(torch.get_rng_state(), before)
     for stop in (9, 7):  # in the third epoch, and one epoch later
         with pytest.raises(KeyboardInterrupt):
@@ -104,9 +109,11 @@ def test_the_same_seed_gives_the_same_bits_interrupted_or_not(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["swag", "mimo"])
 def test_the_users_network_is_untouched(kind):
-    network, loader = _noisy_network().train(), Shuffled(DATA, 16)
+    network = _noisy_network().train()
+    loader = Shuffled(DATA, 16)
     network[3].eval()
-    before, modes = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    before = copy.deepcopy(network.state_dict())
+    modes = [module.training for module in network.modules()]
     options = {"epochs": 2, "progress": False}
     if kind == "swag":
         predictor = fit_swag(network, loader, samples=2, **options)[0]

@@ -25,16 +25,16 @@ from tests.conftest import require_shared
 @pytest.fixture
 def folder(tmp_path):
     """A made-up set in the published form, under the name of a real one."""
-    place = tmp_path / "data" / "yacht"
-    place.mkdir(parents=True)
+    folder_of_set = tmp_path / "data" / "yacht"
+    folder_of_set.mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = random.normal(size=(90, 3))
     target = np.sin(rows[:, :1]) * 5 + 30 + 0.3 * random.normal(size=(90, 1))
-    np.savetxt(place / "data.txt", np.hstack([rows, target]))
-    np.savetxt(place / "index_features.txt", [0, 1, 2])
-    np.savetxt(place / "index_target.txt", [3])
+    np.savetxt(folder_of_set / "data.txt", np.hstack([rows, target]))
+    np.savetxt(folder_of_set / "index_features.txt", [0, 1, 2])
+    np.savetxt(folder_of_set / "index_target.txt", [3])
     for split in range(2):
-        np.savetxt(place / f"index_test_{split}.txt", random.permutation(90)[:9])
+        np.savetxt(folder_of_set / f"index_test_{split}.txt", random.permutation(90)[:9])
     return tmp_path / "data"
 
 
@@ -48,7 +48,8 @@ def test_every_row_is_for_training_or_testing_and_standardised_by_training_alone
         every = torch.cat([targets * split.scale + split.location, split.test[1]])
         assert torch.allclose(every.sort(0).values, data.targets.sort(0).values)
     gap = data.gap(1)
-    inside, outside = gap.test[0][:, 1], gap.train[0][:, 1]
+    inside = gap.test[0][:, 1]
+    outside = gap.train[0][:, 1]
     assert not bool(((outside > inside.min()) & (outside < inside.max())).any())
 
 
@@ -70,16 +71,16 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     monkeypatch.setattr(comparison, "RECIPE", Recipe(epochs=15, batch_size=16, learning_rate=1e-2, optimiser="adam"))
     monkeypatch.setattr(comparison, "MEMBERS", 2)
     monkeypatch.setattr(comparison, "SWAG_EPOCHS", 2)
-    place = run_uci(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
-    files = sorted(path.name for path in place.glob("*/*.json"))
+    records_folder = run_uci(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
+    files = sorted(path.name for path in records_folder.glob("*/*.json"))
     assert files == ["gap-0.json", "gap-1.json", "gap-2.json", "split-0.json", "split-1.json"]
-    times = {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
+    times = {path: path.stat().st_mtime_ns for path in records_folder.glob("*/*.json")}
     run_uci(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
-    assert times == {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
+    assert times == {path: path.stat().st_mtime_ns for path in records_folder.glob("*/*.json")}
     records = read_records(tmp_path / "results")
     for score in ("rmse", "nll"):
         _, _, row = score_table(records, score).split("\n")
-        means = [sum(one["methods"][method][score] for one in records[3:]) / 2 for method in UCI_METHODS]
+        means = [sum(record["methods"][method][score] for record in records[3:]) / 2 for method in UCI_METHODS]
         assert "| yacht | 2 | " in row
         for mean, cell in zip(means, row.split(" | ")[2:], strict=True):
             assert float(cell.strip("*| ").split()[0]) == pytest.approx(mean, abs=0.006)
@@ -93,8 +94,8 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
 
 @pytest.mark.real_data
 def test_the_published_splits_are_read():
-    place = require_shared("uci")
+    folder = require_shared("uci")
     for name in SETS:
-        data = read_uci(place, name)
+        data = read_uci(folder, name)
         assert len(data.tests) == (5 if name == "protein-tertiary-structure" else 20)
         assert all(abs(len(test) - len(data.inputs) / 10) < 2 for test in data.tests)

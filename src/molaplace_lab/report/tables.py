@@ -184,7 +184,8 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
 BY_TYPE = with_digits({"nll": 3, "ece": 1})
 """Metrics shown for each type of shift."""
 
-BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
+BY_DISTANCE = "MoLA (distance)"
+PAPERS_RULE = "MoLA"
 """The two methods whose difference is shown for each type of shift."""
 
 
