@@ -21,7 +21,8 @@ from molaplace.report.tables import ARROWS, Column, Table, as_markdown, markdown
 from molaplace_lab.report.reading import SuiteResults, read_suites
 from molaplace_lab.report.runs import Numbers
 from molaplace_lab.report.tables import suite_tables
-from molaplace_lab.uci import UCI_METHODS, as_good, gap_table, read_records, score_table
+from molaplace_lab.uci.comparison import UCI_METHODS, read_records
+from molaplace_lab.uci.tables import as_good, gap_table, score_table
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"

@@ -23,7 +23,9 @@ from molaplace_lab.records import COST, Store
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.suite import Budget, DataOptions, Suite, changed
 from molaplace_lab.suites.registry import SUITES, find_suite
-from molaplace_lab.uci import SETS, as_good, gap_table, read_records, run_uci, score_table
+from molaplace_lab.uci.comparison import read_records, run_uci
+from molaplace_lab.uci.data import SETS
+from molaplace_lab.uci.tables import as_good, gap_table, score_table
 
 app = typer.Typer(
     name="python -m molaplace_lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -58,9 +60,6 @@ def train(
     download: Download = False,
     network: Architecture = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Inputs per step")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Initial learning rate")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay")] = None,
     train_images: TrainImages = None,
     seed: Annotated[int, typer.Option(min=0, help="Base seed, from which each network's seed is derived")] = 0,
     device: Device = "cpu",
@@ -75,13 +74,7 @@ def train(
     _set_threads(threads)
     trainable = [name for name, definition in SUITES.items() if definition.training_data is not None]
     chosen = SUITES[suite] if suite in SUITES else SUITES[one_of(suite, trainable, "suite")]
-    recipe = replace(
-        chosen.recipe,
-        epochs=epochs or chosen.recipe.epochs,
-        batch_size=batch_size or chosen.recipe.batch_size,
-        learning_rate=chosen.recipe.learning_rate if learning_rate is None else learning_rate,
-        weight_decay=chosen.recipe.weight_decay if weight_decay is None else weight_decay,
-    )
+    recipe = replace(chosen.recipe, epochs=epochs or chosen.recipe.epochs)
     options = DataOptions(directory=data, train=train_images, download=download)
     folder = output or Path("networks") / chosen.name
     names = [path.name for path in folder.glob("[!.]*")]

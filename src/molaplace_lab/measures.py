@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from molaplace.evaluation import PredictionColumns
@@ -35,15 +33,12 @@ Measure = Callable[[Predictions], dict[str, float]]
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
     """Return Spearman's rank correlation between two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
-    ranks = [_ranks(values.double().numpy()) for values in (first, second)]
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(values.double().numpy()) for values in (first, second)]
     centred = [values - values.mean() for values in ranks]
     size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
     return float((centred[0] * centred[1]).sum()) / size if size > 0 else 0.0
-
-
-def _ranks(values: NDArray[Any]) -> NDArray[Any]:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties share the mean of their ranks
 
 
 def human_labels(counts: Tensor, predictions: Predictions) -> dict[str, float]:

@@ -184,7 +184,6 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
         (["bench", "mnist", "--networks", "nowhere"], "contains no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
-        (["train", "mnist", "--learning-rate", "0"], "learning_rate must be above 0"),
         (["bench", "cifar10", "--network", "nope:build"], "cannot import"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -8,17 +8,10 @@ import torch
 
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace_lab.training import Recipe
-from molaplace_lab.uci import (
-    SETS,
-    UCI_METHODS,
-    as_good,
-    comparison,
-    gap_table,
-    read_records,
-    read_uci,
-    run_uci,
-    score_table,
-)
+from molaplace_lab.uci import comparison
+from molaplace_lab.uci.comparison import UCI_METHODS, read_records, run_uci
+from molaplace_lab.uci.data import SETS, read_uci
+from molaplace_lab.uci.tables import as_good, gap_table, score_table
 from tests.conftest import require_shared
 
 
