@@ -12,7 +12,7 @@ from torch import nn
 from molaplace.errors import StorageError
 from molaplace.saving.weights import load_weights
 from molaplace_lab.checksums import network_checksum
-from molaplace_lab.models import MODELS, CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
+from molaplace_lab.models import CifarResNet, WideResNet, build_network, lenet, resnet20, wrn16_4
 from tests.closeness import assert_close
 from tests.conftest import require_shared
 
@@ -81,15 +81,6 @@ def test_wide_resnet_starts_and_drops_as_the_paper_says():
     assert bool((network.linear.bias == 0).all())
     drops = [module.p for module in network.modules() if isinstance(module, nn.Dropout)]
     assert drops == [0.3] * 6
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "wrn-50-2"])
-def test_networks_by_name(name):
-    shape = {"mlp": (1, 8, 8), "lenet": (1, 28, 28)}.get(name, (3, 32, 32))
-    with torch.no_grad():
-        logits = build_network(name, 7).eval()(torch.randn(2, *shape))
-    assert logits.shape == (2, 7)
-    assert float((logits[0] - logits[1]).abs().max()) > 0
 
 
 @pytest.mark.real_data

@@ -138,22 +138,6 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content):
         file.write_bytes(whole)
 
 
-def test_on_epoch_follows_the_checkpoint(tmp_path):
-    """An interruption there loses nothing, and a training that resumes reports the epoch from which it continues."""
-    checkpoint = TrainingCheckpoint(tmp_path / "checkpoint.safetensors", {})
-    epochs = []
-
-    def stop(epoch):
-        epochs.append(epoch)
-        if epoch == 2:
-            raise KeyboardInterrupt
-
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            train(_build, DATA, Recipe(epochs=3), seed=1, checkpoint=checkpoint, on_epoch=stop)
-    assert epochs == [1, 2, 2]
-
-
 def test_wrong_data_and_learning_rates_are_named():
     wild = Recipe(epochs=3, learning_rate=1e30, optimiser="sgd")
     with pytest.raises(DataError, match="lower learning rate"):
