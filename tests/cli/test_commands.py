@@ -112,12 +112,14 @@ FIT = ("fit", "--network", "mlp", "--train", "train", "--rule", "evidence")
         ("contains no posterior. Pass a folder written by `molaplace fit", ["info", "train"]),
         ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
         ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),
+        ("no file to write", ["export", "POSTERIOR"]),
+        ("got risk", ["export", "POSTERIOR", "--torch", "a.pt2", "--outputs", "risk"]),
         ("ends in .pt2", ["export", "POSTERIOR", "--torch", "a.txt"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, arguments):
-    code, out, err = mola_command(*[str(posterior) if one == "POSTERIOR" else one for one in arguments])
+    code, out, err = mola_command(*[str(posterior) if word == "POSTERIOR" else word for word in arguments])
     assert (code, out) == (1, "")
     (last,) = [line for line in err.splitlines() if " % " not in line]  # without the progress
     assert last.startswith("molaplace: ")

@@ -238,8 +238,3 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_images_have_as_many_channels_as_the_arrays_of_the_fit(channels):
-    assert Preprocessing(shape=(channels, 8, 6)).prepare(Image.new("RGB", (6, 8))).shape == (channels, 8, 6)
