@@ -72,22 +72,22 @@ def test_tables_have_the_columns_of_to_frame(kind, tmp_path, ending):
     more = ["--probabilities"] if kind.name != "regression" else []
     assert run("predict", "posterior", "test.npz", "--output", output, "--quiet", *more).exit_code == 0
     prediction = kind.open().posterior.predict(kind.data("test")[0])
-    found = read(output)
+    columns = read(output)
     expected = prediction.to_frame()
     for column in expected:
         precision = "difference" if column.startswith(DIFFERENCES) else "float32"
-        assert_close(numbers(found[named(column, kind.names)]), expected[column], precision, name=column)
+        assert_close(numbers(columns[named(column, kind.names)]), expected[column], precision, name=column)
     if kind.name == "classes":
-        assert found["class"] == [kind.names[label] for label in prediction.label]
+        assert columns["class"] == [kind.names[label] for label in prediction.label]
     elif kind.name == "labels":
         rows = [[name for name, yes in zip(kind.names, row, strict=True) if yes] for row in prediction.label]
-        assert [one or "" for one in found["class"]] == ["|".join(row) for row in rows]
+        assert [cell or "" for cell in columns["class"]] == ["|".join(row) for row in rows]
     else:
         for name, end in zip(("lower", "upper"), prediction.interval(0.9), strict=True):
-            assert_close(numbers(found[f"{name}_{kind.names[1]}"]), end[:, 1])
+            assert_close(numbers(columns[f"{name}_{kind.names[1]}"]), end[:, 1])
     outlying = (prediction.ood_score > alarm(kind.open(), None)).tolist()
-    truth = {"csv": ["true" if one else "false" for one in outlying]}
-    assert found["outlying"] == truth.get(ending, outlying)
+    truth = {"csv": ["true" if flag else "false" for flag in outlying]}
+    assert columns["outlying"] == truth.get(ending, outlying)
 
 
 @pytest.mark.parametrize("kind", NAMES, indirect=True)
@@ -101,17 +101,17 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
     assert outcome.exit_code == LEFT_OUT, outcome.output
     usable = np.arange(len(x)) != 3
     prediction = kind.open().posterior.predict(torch.from_numpy(x[usable]))
-    found = read(tmp_path / "out.npz")
-    fields = OUTPUTS if kind.name != "regression" else [one for one in REGRESSION_OUTPUTS if one != "variance"]
+    columns = read(tmp_path / "out.npz")
+    fields = OUTPUTS if kind.name != "regression" else [name for name in REGRESSION_OUTPUTS if name != "variance"]
     for name in fields:
         precision = "difference" if name in DIFFERENCES else "float32"
-        assert_close(found[name][usable], getattr(prediction, name), precision, name=name)
-        assert np.all(found[name][3] == -1) if name == "label" else np.isnan(found[name][3]).all()
-    assert found["classes"].tolist() == list(kind.names)
-    assert "NaN or infinite" in str(found["error"][3])
+        assert_close(columns[name][usable], getattr(prediction, name), precision, name=name)
+        assert np.all(columns[name][3] == -1) if name == "label" else np.isnan(columns[name][3]).all()
+    assert columns["classes"].tolist() == list(kind.names)
+    assert "NaN or infinite" in str(columns["error"][3])
     summary = json.loads(outcome.stdout)
     assert summary["count"] == usable.sum()
-    assert_close(summary["outlying"], (found["outlying"][usable] == 1).mean())
+    assert_close(summary["outlying"], (columns["outlying"][usable] == 1).mean())
     of = "std" if kind.name == "regression" else "confidence"
     assert_close(summary[of], getattr(prediction, of).double().mean())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npz", "out.npz.toml", "some.npz"]
@@ -123,11 +123,11 @@ def test_numbers_are_equal_across_sources_and_batch_sizes(workspace, fitted, tmp
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
         opened = replace(fitted, preprocessing=replace(fitted.preprocessing, batch_size=size))
         result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
-        found = read(tmp_path / f"{number}.jsonl")
+        columns = read(tmp_path / f"{number}.jsonl")
         for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
             precision = "difference" if name in DIFFERENCES else "float32"
-            assert_close(numbers(found[name]), getattr(expected, name), precision, name=name)
-        assert_close(np.stack([numbers(found[f"prob_{name}"]) for name in fitted.classes], 1), expected.probs)
+            assert_close(numbers(columns[name]), getattr(expected, name), precision, name=name)
+        assert_close(np.stack([numbers(columns[f"prob_{name}"]) for name in fitted.classes], 1), expected.probs)
         assert_close(result["confidence"], expected.confidence.mean())
 
 
@@ -141,8 +141,8 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
     opened = replace(
         fitted, preprocessing=replace(fitted.preprocessing, batch_size=1)
     )  # the first batch has no usable input
-    asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
+    rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
+    result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **rates))
     rows = read(tmp_path / f"out.{ending}")
     left_out = result["left_out"][str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
@@ -161,8 +161,8 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
 @pytest.mark.usefixtures("_in_workspace")
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
 def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path, ending):
-    asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **asked))
+    rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
+    result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **rates))
     inputs, labels = workspace.inputs("val")
     known = fitted.posterior.predict(inputs)
     limit = mola.alarm_threshold(known.ood_score, 0.25)
@@ -171,33 +171,36 @@ def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path,
     prediction = fitted.posterior.predict(workspace.inputs("test")[0])
     answer = threshold(prediction.confidence) & (prediction.ood_score <= limit)
     sets = mola.prediction_sets(known, labels, 0.8)(prediction)
-    found = read(tmp_path / f"out.{ending}")
+    columns = read(tmp_path / f"out.{ending}")
     assert result["answer"] == float(answer.double().mean())
     assert result["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
     assert result["decisions"]["answer"]["certainty"] == 0.7
     assert " % to answer" in summary_sentence(result)
-    names = [[name for name, one in zip(fitted.classes, row, strict=True) if one] for row in sets.tolist()]
+    names = [[name for name, inside in zip(fitted.classes, row, strict=True) if inside] for row in sets.tolist()]
     expected = {
-        "csv": (["true" if one else "false" for one in answer], ["|".join(row) or None for row in names]),
+        "csv": (["true" if answered else "false" for answered in answer], ["|".join(row) or None for row in names]),
         "jsonl": (answer.tolist(), names),
         "npz": (answer.int().tolist(), sets.int().tolist()),
     }[ending]
-    assert (list(found["answer"]), [list(one) if ending == "npz" else one for one in found["set"]]) == expected
+    assert (list(columns["answer"]), [list(row) if ending == "npz" else row for row in columns["set"]]) == expected
 
 
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)
 def test_intervals_are_those_of_the_library(kind, tmp_path):
     """They contain the targets as often as guaranteed, within the sampling error of calibration and test data."""
-    (x, y), coverage = draw("regression", 2000, 7), 0.9
+    x, y = draw("regression", 2000, 7)
+    coverage = 0.9
     np.savez(tmp_path / "more.npz", x=x, y=y)
     run("predict", "posterior", tmp_path / "more.npz", "--output", tmp_path / "out.npz", "--coverage", coverage)
-    found, posterior, (val, targets) = read(tmp_path / "out.npz"), kind.open().posterior, kind.data("val")
+    columns = read(tmp_path / "out.npz")
+    posterior = kind.open().posterior
+    val, targets = kind.data("val")
     intervals = mola.prediction_intervals(posterior.predict(val), targets, coverage)
     for name, end in zip(("lower", "upper"), intervals(posterior.predict(torch.from_numpy(x))), strict=True):
-        assert_close(found[name], end)
-    held = np.mean((y >= found["lower"]) & (y <= found["upper"]), 0)
+        assert_close(columns[name], end)
+    covered = np.mean((y >= columns["lower"]) & (y <= columns["upper"]), 0)
     error = np.sqrt(coverage * (1 - coverage) * (1 / len(val) + 1 / len(x))) + 1 / len(val)
-    assert np.all(np.abs(held - coverage) < 4 * error)
+    assert np.all(np.abs(covered - coverage) < 4 * error)
 
 
 WRONG_USE = {
@@ -220,7 +223,7 @@ WRONG_USE = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [(one[0], name) for name, one in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
+    ("kind", "case"), [(case[0], name) for name, case in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
 )
 def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
     (kind.root / "folder.csv").mkdir(exist_ok=True)

@@ -42,15 +42,15 @@ def result(runs):
 def labelled(result, angle, metric):
     """A metric by method on the digits turned by an angle."""
     sets = result.comparison.sets.values()
-    (name,) = (one.name for one in sets if one.role in ("test", "shift") and one.level == angle)
+    (name,) = (info.name for info in sets if info.role in ("test", "shift") and info.level == angle)
     return {method: record.labelled[name].metrics[metric] for method, record in result.comparison.methods.items()}
 
 
 def outliers(result, kind):
     """Mean confidence and AUROC by method."""
-    found = {method: record.outliers[kind] for method, record in result.comparison.methods.items()}
-    areas = {method: one.scores["max probability"]["auroc"] for method, one in found.items()}
-    return {method: one.confidence for method, one in found.items()}, areas
+    results = {method: record.outliers[kind] for method, record in result.comparison.methods.items()}
+    areas = {method: on_set.scores["max probability"]["auroc"] for method, on_set in results.items()}
+    return {method: on_set.confidence for method, on_set in results.items()}, areas
 
 
 def test_on_digits_laplace_costs_nothing(result):
@@ -72,7 +72,7 @@ def test_mola_is_less_sure_of_outliers_and_tells_them_apart_better(result, kind)
 
 
 def test_rotation_hurts_mola_less(result):
-    assert [one.level for one in result.comparison.of_role("shift")] == list(range(15, 181, 15))
+    assert [info.level for info in result.comparison.of_role("shift")] == list(range(15, 181, 15))
     for angle in range(30, 181, 15):
         nll, confidence = (labelled(result, angle, metric) for metric in ("nll", "confidence"))
         assert nll[PAPER] < nll["MAP"]
@@ -85,7 +85,7 @@ def test_rotation_hurts_mola_less(result):
 @pytest.mark.parametrize("kind", ["noise", "test digits"])
 def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, kind):
     distance = result.distance
-    curves, limits, bounds = (one[kind] for one in (distance.curves, distance.limits, distance.bounds))
+    curves, limits, bounds = (by_kind[kind] for by_kind in (distance.curves, distance.limits, distance.bounds))
     assert curves[PAPER][-1] == pytest.approx(limits[PAPER], abs=1e-5)
     assert abs(curves[PAPER][0] - limits[PAPER]) > 1e-4
     assert (curves[PAPER] <= bounds[PAPER] + 1e-6).all()
@@ -122,7 +122,7 @@ def test_the_page_holds_every_figure_and_loads_nothing(result, tmp_path):
     page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
     assert page.tags.count("svg") == len(FIGURES)
     for name in FIGURES:
-        assert any(one.startswith(f"{name}-") for one in page.ids), name
+        assert any(identifier.startswith(f"{name}-") for identifier in page.ids), name
         assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
