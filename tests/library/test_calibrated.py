@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +62,17 @@ def test_it_gains_on_test_data_of_overconfident_networks(problem):
     tuned = posterior.tune([validation], rule="calibrated", progress=False)
     gain = log_loss(mola.ensemble(networks), test) - log_loss(tuned, test)
     assert float(gain.mean()) > 2 * float(gain.std()) / len(gain) ** 0.5
+
+
+def test_the_pooling_coefficient_has_the_best_loss_and_prior(problem):
+    _, posterior, validation, _ = problem
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    curve = {name: np.array(values) for name, values in tuned.tuning.curve.items()}
+    pooled = (curve["pooling"] < 1) & (curve["prior_precision"] >= NO_COVARIANCE) & (curve["distance_exponent"] == 0)
+    prior = 2 * np.minimum(0, np.log(curve["temperature"])) ** 2 + 2 * (1 - curve["pooling"]) ** 2
+    penalised = np.where(pooled, curve["nll"] + prior / 500, np.inf)
+    assert tuned.pooling == curve["pooling"][penalised.argmin()]
+    assert tuned.pooling > curve["pooling"][np.where(pooled, curve["nll"], np.inf).argmin()]  # the prior matters here
 
 
 def test_equal_networks_are_not_pooled(problem):
