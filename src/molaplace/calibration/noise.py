@@ -53,9 +53,7 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any]) -> MoLA:
             "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "
             "mola.likelihoods.Gaussian(noise=...)."
         )
-    factors = best_factors(
-        ensemble.weights, means, prediction.component_variance, prediction.component_noise, data.labels
-    )
+    factors = best_factors(ensemble.weights, means, prediction.component_noise, data.labels)
     noise = torch.tensor(start.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
     return _with(ensemble, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
 
@@ -65,10 +63,10 @@ def _with(ensemble: MoLA, likelihood: Gaussian) -> MoLA:
     return ensemble.with_parts(components=components)
 
 
-def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
-    """Find the noise factors (D,) that maximise the likelihood of the targets (n, D)."""
-    means, variances, noises = (output.double() for output in (means, variances, noises))
-    spread = variances - noises
+def best_factors(weights: Tensor, means: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
+    """Find the factors (D,) of the noise that maximise the likelihood of the targets (n, D) under networks without covariance."""
+    means = means.double()
+    noises = noises.double()
     error = (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()
     factors = []
@@ -76,7 +74,7 @@ def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tens
         output = slice(index, index + 1)
 
         def score(log: float, output: slice = output) -> float:
-            scaled = spread[..., output] + noises[..., output] * math.exp(2 * log)
+            scaled = noises[..., output] * math.exp(2 * log)
             return float(normal_mixtures.log_density(weights, means[..., output], scaled, targets[:, output]).mean())
 
         factors.append(

@@ -101,8 +101,8 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
         predictions = [networks_alone(posterior, prediction, count)]
     alone = RegressionPrediction.gather(predictions, held_out.team)
-    noise = alone.component_noise
-    return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.team.gather(held_out.labels))
+    targets = held_out.team.gather(held_out.labels)
+    return best_factors(alone.weights, alone.component_mean, alone.component_noise, targets)
 
 
 @dataclass(frozen=True)
