@@ -109,7 +109,8 @@ def test_empty_batch_gives_an_empty_prediction(structure, link):
 def test_features_and_outputs_give_what_is_predicted(structure, link):
     posterior = fit(pair(), structure=structure, link=link)
     read = posterior.read(LOADER, "loader", labelled=True)
-    actual = posterior.predict_from_features(read.phi, read.outputs)
+    rows = read.select()
+    actual = posterior.predict_from_features(rows.phi, rows.outputs)
     expected = posterior.predict(X)
     for field in FIELDS:
         torch.testing.assert_close(getattr(actual, field), getattr(expected, field), rtol=1e-10, atol=1e-12)

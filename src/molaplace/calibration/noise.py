@@ -46,7 +46,7 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any]) -> MoLA:
         start = replace(likelihood, noise=1.0 if likelihood.heteroscedastic else likelihood.scale)
     data = ensemble.read(val_loader, "validation loader", labelled=True)
     assert data.labels is not None
-    prediction = _with(ensemble, start).predict_from_features(data.phi, data.outputs)
+    prediction = _with(ensemble, start).make_prediction(data)
     means = prediction.component_mean
     if bool((means == data.labels).all(1).any()):
         raise DataError(

@@ -25,7 +25,6 @@ from molaplace.network.capture import (
     check_finite,
     check_logits,
     find_heads,
-    rows_at_once,
     stream,
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
@@ -60,7 +59,6 @@ __all__ = [
     "head_by_name",
     "one_batch",
     "peek",
-    "rows_at_once",
     "run",
     "state_checksum",
     "stream",

@@ -22,11 +22,6 @@ VALUES_AT_ONCE = 2**21
 """Largest number of values per network in one chunk of rows (16 MB in float64)."""
 
 
-def rows_at_once(features: Sequence[Tensor], row_size: int) -> int:
-    """Return how many rows a chunk may have if each row holds its features and `row_size` other values for each network."""
-    return max(1, VALUES_AT_ONCE // (row_size + max(values.shape[-1] for values in features)))
-
-
 EVERY = slice(None)
 
 
@@ -47,10 +42,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Captured:
-    """The input and output of every network's head for one batch, as views of the networks' tensors."""
+    """The input and output of every network's head for one batch, as views of the networks' tensors, or for a whole loader."""
 
     heads: Sequence[Head | None]
-    """The networks' heads; None where only the outputs are needed, or where the features need no constant 1, like Jacobians."""
+    """The networks' heads; None where only the outputs are needed, or where the features need no constant 1."""
     features: Sequence[Tensor]
     """Features (n, P') without the constant 1 or, if the outputs are dense, (n, positions, P'). P' is 0 if there is no head."""
     outputs: Sequence[Tensor]
@@ -95,7 +90,7 @@ class Captured:
         The caller holds `row_size` values, in addition to the features, for each row and network. If the batch size is not an `int`,
         as in a trace with a dynamic batch size, all rows form a single chunk.
         """
-        size = rows_at_once(self.features, row_size)
+        size = max(1, VALUES_AT_ONCE // (row_size + max(values.shape[-1] for values in self.features)))
         total = self.layout.num_rows if self.in_use is None else len(self.in_use)
         if not isinstance(total, int) or (self.in_use is None and total <= size):
             yield replace(self.select(), labels=self.labels)
@@ -104,6 +99,14 @@ class Captured:
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
             yield replace(self.select(part if self.in_use is None else self.in_use[part]), labels=labels)
+
+    def on_cpu(self) -> Captured:
+        """Copy the rows in use to main memory, without positions, and with the outputs in float64."""
+        index = EVERY if self.in_use is None else self.in_use
+        features = [self._at(values, index).cpu().clone() for values in self.features]
+        outputs = [self._at(values, index).cpu().to(torch.float64, copy=True) for values in self.outputs]
+        labels = None if self.labels is None else self.labels.cpu()
+        return Captured(self.heads, features, outputs, Layout.of(outputs[0], -1), labels=labels)
 
     def copied(self) -> Captured:
         """Copy the tensors, because a loader or network may reuse their memory. Dense outputs are too large to copy."""

@@ -91,8 +91,9 @@ class Head:
 
     def lift(self, features: Tensor) -> Tensor:
         """Convert the layer's inputs (n, P') to float64 features (n, P), which end with the constant 1 if the layer has a bias."""
-        features = to_float64(features)
-        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
+        return to_float64(
+            torch.cat([features, features.new_ones(features.shape[0], 1)], 1) if self.has_bias else features
+        )
 
 
 def same_tensor(tensor: Tensor, other_tensor: Tensor) -> bool:

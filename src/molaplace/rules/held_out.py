@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from molaplace.distributed import Team
 from molaplace.errors import DataError, warn, warned
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
-from molaplace.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, rows_at_once, stream
-from molaplace.numerics import to_float64
+from molaplace.network import (
+    IGNORE_INDEX,
+    Captured,
+    Head,
+    Layout,
+    Rows,
+    batch_count,
+    check_loader,
+    evaluating,
+    stream,
+)
 from molaplace.rules.class_order import check_class_order
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
@@ -44,8 +53,8 @@ NO_SPREAD = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut(Rows):
-    """Features, outputs and labels of held-out data, on the CPU, with the features in the network's precision."""
+class HeldOut(Captured):
+    """Features, outputs and labels of all held-out data, on the CPU and without positions."""
 
     likelihood: Likelihood
     independent: float
@@ -54,14 +63,6 @@ class HeldOut(Rows):
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
     """Processes among which the data are divided. Results are computed from the data of all processes."""
-
-    def chunks(self, row_size: int = 512) -> Iterator[Rows]:
-        """Yield the rows in float64, in chunks of bounded size; `row_size` has the same meaning as for `Captured`."""
-        size = rows_at_once(self.phi, row_size)
-        for start in range(0, max(len(self), 1), size):  # on a rank without data, one empty chunk
-            part = slice(start, start + size)
-            labels = None if self.labels is None else self.labels[part]
-            yield Rows([to_float64(phi[part]) for phi in self.phi], [values[part] for values in self.outputs], labels)
 
     def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
         """Return the results (n, ...) of a function of rows for the data of all processes."""
@@ -199,10 +200,8 @@ def read_held_out(
     """
     check_loader(loader, where)
     team = Team.single() if team is None else team
-    phi: list[list[Tensor]] = [[] for _ in networks]
-    outputs: list[list[Tensor]] = [[] for _ in networks]
-    labels: list[Tensor] = []
     inputs = 0
+    parts = []
     batches = stream(
         networks,
         heads,
@@ -220,29 +219,24 @@ def read_held_out(
     with evaluating(*networks):
         for batch in batches:
             inputs += batch.used_inputs
-            for rows in batch.chunks():
-                for index in range(len(networks)):
-                    # Copy the tensors, because the network may reuse their memory for the next batch.
-                    dtype = batch.features[index].dtype
-                    phi[index].append(rows.phi[index].cpu().to(dtype, copy=True))
-                    outputs[index].append(rows.outputs[index].cpu().clone())
-                if rows.labels is not None:
-                    labels.append(rows.labels.cpu())
+            rows = batch.on_cpu()
+            parts.append([*rows.features, *rows.outputs, *([] if rows.labels is None else [rows.labels])])
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     # A rank without data stores tensors with no rows but otherwise the same shapes as on other ranks.
-    columns = [*phi, *outputs, *([labels] if labels else [])]
-    forms = [(parts[0].dtype, parts[0].shape[1:]) for parts in columns] if outputs[0] else []
+    forms = [(column.dtype, column.shape[1:]) for column in columns]
     forms = next((others for others in team.collect(forms) if others), [])
     if not forms:
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")
-    if not outputs[0]:
-        columns = [[torch.zeros((0, *shape), dtype=dtype, device="cpu")] for dtype, shape in forms]
-    joined = [torch.cat(parts) for parts in columns]
+    columns = columns or [torch.zeros((0, *shape), dtype=dtype, device="cpu") for dtype, shape in forms]
     count = len(networks)
-    counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64, device="cpu")])[0]
+    outputs = columns[count : 2 * count]
+    counts = team.sum([torch.tensor([inputs, len(outputs[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
-        joined[:count],
-        joined[count : 2 * count],
-        joined[2 * count] if len(joined) > 2 * count else None,
+        heads=heads,
+        features=columns[:count],
+        outputs=outputs,
+        layout=Layout.of(outputs[0], -1),
+        labels=columns[2 * count] if len(columns) > 2 * count else None,
         likelihood=likelihood,
         independent=float(counts[0] / counts[1]),
         where=where,

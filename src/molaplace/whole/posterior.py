@@ -156,7 +156,7 @@ class WholeMoLA(LaplaceMixture):
             )
         pairs = zip(self.components, data.outputs, strict=True)
         features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
-        return replace(data, phi=features)
+        return replace(data, features=features)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
