@@ -130,25 +130,25 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
     return known[0] if known else CATEGORICAL
 
 
-def as_probabilities(output: Any, likelihood: Likelihood, place: str) -> Tensor:
-    """Return a predictor's output as a tensor of probabilities (n, C), or raise a `DataError` at `place` if it is not one."""
+def as_probabilities(output: Any, likelihood: Likelihood, name: str) -> Tensor:
+    """Return the output of the predictor `name` as probabilities (n, C), or raise a `DataError` if it cannot be."""
     remedy = "If the network returns logits, pass it to mola.ensemble or mola.fit."
     try:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"expected probabilities (n, C), got {type(output).__name__}.", place=place) from error
+        raise DataError(f"expected probabilities (n, C), got {type(output).__name__}.", place=name) from error
     if probs.dim() != 2 or not probs.is_floating_point():
-        raise DataError(f"expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.", place=place)
+        raise DataError(f"expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.", place=name)
     if not likelihood.classification or not len(probs):
         return probs
     if bool(((probs < 0) | (probs > 1 + 1e-2)).any()):
         raise DataError(
             f"probabilities must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
             f"{float(probs.max()):.3g}. {remedy}",
-            place=place,
+            place=name,
         )
     gap = float((probs.sum(1) - 1).abs().max())
     if isinstance(likelihood, ClassificationLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
-        raise DataError(f"rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}", place=place)
+        raise DataError(f"rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}", place=name)
     return probs

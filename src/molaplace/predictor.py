@@ -43,8 +43,8 @@ class Predictor(nn.Module, ABC):
         The arguments have the same meaning as in `predict`. If `required` is False, there may be no batch at all.
         """
         seed = seed_from(generator)
-        for place, batch in _batches(inputs, progress=progress, required=required):
-            with located(place):
+        for name, batch in _batches(inputs, progress=progress, required=required):
+            with located(name):
                 prediction = self.predict_batch(batch, seed).cpu()
             yield prediction
 
@@ -105,6 +105,7 @@ def _is_batch(inputs: Any) -> bool:
 
 
 def _batches(inputs: Any, *, progress: bool = False, required: bool = True) -> Iterator[tuple[str, Inputs]]:
+    # Yield the name and the inputs of each batch.
     if _is_batch(inputs):
         yield "the inputs", inputs
         return
@@ -116,5 +117,5 @@ def _batches(inputs: Any, *, progress: bool = False, required: bool = True) -> I
     batches = peek(inputs, "prediction loader")[1] if required else iter(inputs)
     bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
     for index, raw in enumerate(bar):
-        place = f"batch {index} of the prediction loader"
-        yield place, as_batch(raw, place).inputs
+        name = f"batch {index} of the prediction loader"
+        yield name, as_batch(raw, name).inputs

@@ -252,7 +252,7 @@ def test_what_is_worth_knowing_warns(scene):
 
 LOADERS = {
     "empty": (lambda: [], r"prediction loader is empty"),
-    "empty batch": (lambda: changed(2, x=empty), r"batch 2 of the prediction loader is empty"),
+    "empty batch": (lambda: changed(2, x=empty), r"batch 2 of the prediction loader: .*size 0"),
     "NaN": (
         lambda: changed(2, x=put(NAN, slice(1, 4))),
         r"batch 2 of the prediction loader, networks\[0\].*NaN.*3 of 8",

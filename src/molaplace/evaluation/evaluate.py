@@ -7,7 +7,7 @@ uncertainty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -139,15 +139,11 @@ def evaluate(
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
     for name, predictor in predictors.items():
-        mixture = predictor if isinstance(predictor, Predictor) else _Callable([predictor], likelihood=likelihood)
+        predict = predictor.predict_batch if isinstance(predictor, Predictor) else _predict_with(predictor, likelihood)
         inliers = None
         for data, loader in loaders.items():
-            try:
-                columns = read(mixture, loader, f"{data} loader", labelled=data in labelled)
-            except DataError as error:
-                location = f"predictor {name!r} on the {data} loader"
-                error.place = location if error.place is None else f"{location}, {error.place}"
-                raise
+            with located(f"predictor {name!r} on the {data} loader"):
+                columns = read(predict, loader, f"{data} loader", labelled=data in labelled)
             inliers = columns if inliers is None else inliers
             measurements = measured(columns) if data in labelled else _separation(inliers, columns)
             rows[name, data] = {metric: measurement.estimate for metric, measurement in measurements.items()}
@@ -166,27 +162,30 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
     return dict(loaders or {})
 
 
-class _Callable(Mixture):
-    # A predictor that does not come from this library. It may return a mapping of named outputs, as exported models do.
+def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood | None) -> Callable[[Any], Any]:
+    # Return a function that predicts a batch with a predictor from elsewhere, which returns probabilities or, as exported models do, a
+    # mapping of named outputs.
+    mixture = Mixture([predictor], likelihood=likelihood)
 
-    def predict_batch(self, inputs: Any, seed: int | None = None) -> Any:
-        with evaluating(*self.children()), torch.no_grad():
-            output = self.predictors[0](inputs)
+    def predict(inputs: Any) -> Any:
+        with evaluating(*mixture.children()), torch.no_grad():
+            output = predictor(inputs)
         outputs = output if isinstance(output, Mapping) else {"probs": output}
         if "probs" not in outputs:
             raise DataError(
                 f"expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(outputs)}."
             )
-        probs = as_probabilities(outputs["probs"], self.likelihood, "predictors[0]")
-        prediction = prediction_of(probs[None], self.weights, self.likelihood)
+        probs = as_probabilities(outputs["probs"], mixture.likelihood, "the output")
         if "ood_score" not in outputs:
-            return prediction
-        fields: dict[str, Any] = {"probs": prediction.probs, "ood_score": as_tensor(outputs["ood_score"])}
-        return Prediction(fields, likelihood=self.likelihood)
+            return prediction_of(probs[None], mixture.weights, mixture.likelihood)
+        fields: dict[str, Any] = {"probs": probs, "ood_score": as_tensor(outputs["ood_score"])}
+        return Prediction(fields, likelihood=mixture.likelihood)
+
+    return predict
 
 
 def _read(
-    mixture: Any,
+    predict: Callable[[Any], Any],
     loader: Iterable[Any],
     where: str,
     *,
@@ -200,22 +199,22 @@ def _read(
     empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
     bar = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
     for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **bar, leave=False)):
-        place = f"batch {index} of the {where}"
+        batch_name = f"batch {index} of the {where}"
         if labelled and batch.labels is None:
             raise DataError(
-                f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
+                f"{batch_name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
             )
-        with located(place):
-            prediction = mixture.predict_batch(batch.inputs).cpu()
+        with located(batch_name):
+            prediction = predict(batch.inputs).cpu()
         prediction, labels, dense_rows = flatten_positions(
             prediction,
             batch.labels if labelled else None,
-            place,
+            batch_name,
             ignore_index=ignore_index,
             positions=positions,
             first=columns.count,
         )
-        columns.add(prediction, labels, dense_rows=dense_rows, where=place)
+        columns.add(prediction, labels, dense_rows=dense_rows, where=batch_name)
     columns = columns.gather(team)
     if labelled and not len(columns.data):
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")

@@ -48,8 +48,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 # --- batches and loaders ----------------------------------------------------------------------------------------------
 
 
-def as_batch(raw: Any, place: str) -> Batch:
-    """Split a loader's batch into inputs and labels; `place` names the batch in messages, as in "batch 3 of the loader"."""
+def as_batch(raw: Any, batch_name: str) -> Batch:
+    """Split a loader's batch into inputs and labels; messages name the batch, as in "batch 3 of the loader"."""
     inputs = raw
     labels = None
     if isinstance(raw, Mapping):
@@ -58,7 +58,7 @@ def as_batch(raw: Any, place: str) -> Batch:
         if not inputs:
             raise DataError(
                 f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
-                place=place,
+                place=batch_name,
             )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs = raw[0]
@@ -72,16 +72,16 @@ def as_batch(raw: Any, place: str) -> Batch:
         raise DataError(
             f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
             f"{type(raw).__name__}{size}. {remedy}",
-            place=place,
+            place=batch_name,
         )
     if any(isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 0 for tensor in tree_leaves(inputs)):
-        raise DataError(f"{place} is empty: its inputs have size 0. Remove empty batches from the loader.")
+        raise DataError("the inputs have size 0. Remove empty batches from the loader.", place=batch_name)
     if labels is not None and not isinstance(labels, Tensor):
         try:
             labels = torch.as_tensor(labels, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=place
+                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=batch_name
             ) from error
     return Batch(inputs, labels)
 

@@ -280,20 +280,20 @@ def stream(
         batches(loader, where, first_batch, required=required and not first_batch), **bar_options, leave=False
     ) as bar:
         for index, (inputs, batch_labels) in enumerate(bar, first_batch):
-            place = f"batch {index} of the {where}"
+            batch_name = f"batch {index} of the {where}"
             labels = None if labelled is False else batch_labels
             if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
-                    f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
+                    f"{batch_name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
                     if labelled
-                    else f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
+                    else f"{batch_name} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
             had_labels = labels is not None
-            with located(place):
+            with located(batch_name):
                 captured = capture(networks, heads, inputs, likelihood)
                 captured.check_logits(networks, inputs, likelihood)
                 if labels is not None:
-                    captured = _with_labels(captured, labels, likelihood, place, ignore_index)
+                    captured = _with_labels(captured, labels, likelihood, batch_name, ignore_index)
                 if isinstance(positions, int) and captured.layout.sizes:
                     captured = _with_drawn_positions(captured, positions, first_input)
                 captured.check_finite()
@@ -307,13 +307,15 @@ def stream(
         )
 
 
-def _with_labels(captured: Captured, labels: Tensor, likelihood: Likelihood, place: str, ignore_index: int) -> Captured:
+def _with_labels(
+    captured: Captured, labels: Tensor, likelihood: Likelihood, batch_name: str, ignore_index: int
+) -> Captured:
     # Return only the labelled rows, with their labels as converted by the likelihood.
     in_use = None
     like = captured.outputs[0]
     width = like.shape[-1]
     if captured.layout.sizes:
-        labels = captured.layout.labels(labels.cpu(), width, place)
+        labels = captured.layout.labels(labels.cpu(), width, batch_name)
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
@@ -331,7 +333,7 @@ def _with_labels(captured: Captured, labels: Tensor, likelihood: Likelihood, pla
         return replace(captured, labels=empty, in_use=in_use)
     # The likelihood uses only the device and shape of the outputs.
     outputs = torch.zeros((), dtype=torch.float64, device=device).expand(count, width)
-    labels = likelihood.check_labels(labels, outputs, place)
+    labels = likelihood.check_labels(labels, outputs, batch_name)
     known = likelihood.known(labels)
     if known is not None:
         labels = labels[known]

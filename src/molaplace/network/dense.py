@@ -83,10 +83,10 @@ class Layout:
         values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
         return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
 
-    def labels(self, labels: Tensor, outputs: int, place: str) -> Tensor:
+    def labels(self, labels: Tensor, outputs: int, batch_name: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
-        `outputs` (the number of outputs at each position) and `place` (the name of the batch) are used only in error messages.
+        `outputs` (the number of outputs at each position) and `batch_name` are used only in error messages.
         """
         label_shape = (self.inputs, *self.sizes)
         if labels.shape == label_shape:
@@ -100,7 +100,7 @@ class Layout:
         raise DataError(
             f"expected labels of shape {label_shape} (one for each position) or {self.shape(outputs)} (one for each output); got "
             f"labels of shape {tuple(labels.shape)}.{remedy}",
-            place=place,
+            place=batch_name,
         )
 
 
