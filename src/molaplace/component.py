@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import OptionError
-from molaplace.likelihoods import Gaussian, Likelihood
+from molaplace.likelihoods import Likelihood
 from molaplace.network import Head
 from molaplace.structures import Structure
 from molaplace.structures.base import Curvature, Spread
@@ -68,12 +68,16 @@ class Component(nn.Module):
         self.layer: LastLayer | None = layer
         self.likelihood: Likelihood = likelihood
 
+    @property
+    def width(self) -> int | None:
+        """Number of uncertain outputs, or None if there is no Laplace approximation."""
+        return None if self.layer is None else len(self.layer.weights)
+
     def noise_scaled(self, factor: float) -> Component:
-        """Return the regression component with its noise multiplied by a factor."""
+        """Return the component with its noise multiplied by a factor."""
         layer = self.layer
         if layer is None or factor == 1:
             return self
-        assert isinstance(self.likelihood, Gaussian)
         scaled = replace(layer, curvature=layer.curvature.divided_by(factor**2))
         return Component(self.network, self.head, scaled, self.likelihood.noise_scaled(factor, len(layer.weights)))
 

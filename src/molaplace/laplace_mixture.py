@@ -162,17 +162,7 @@ class LaplaceMixture(Predictor):
     @property
     def noise(self) -> Tensor:
         """Standard deviation (K, D) of the noise in the targets' units or, for heteroscedastic networks, the noise factor."""
-        rows = []
-        for component in self.components:
-            likelihood = component.likelihood
-            if not isinstance(likelihood, Gaussian):
-                raise OptionError(
-                    f"likelihood {likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
-                )
-            deviations: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
-            width = len(deviations) if component.layer is None else len(component.layer.weights)
-            rows.append(torch.tensor(deviations, dtype=torch.float64, device="cpu").expand(width).clone())
-        return torch.stack(rows)
+        return torch.stack([component.likelihood.noise_levels(component.width) for component in self.components])
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
@@ -376,10 +366,6 @@ class LaplaceMixture(Predictor):
             noise: standard deviation in the targets' units, given as one number, one number per output, or a table (K, D) with one row
                 per component. For heteroscedastic networks, the noise is a factor that multiplies the predicted standard deviation.
         """
-        if not isinstance(self.likelihood, Gaussian):
-            raise OptionError(
-                f"likelihood {self.likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
-            )
         if noise is None:
             raise OptionError(
                 "must be one number, or one for each output; got None. To choose the noise automatically, use "
@@ -389,12 +375,10 @@ class LaplaceMixture(Predictor):
         levels: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         table = isinstance(levels, (list, tuple)) and any(hasattr(row, "__len__") for row in levels)
         rows = per_component(levels, len(self.components), "noise") if table else [levels] * len(self.components)
-        components = []
-        for component, row in zip(self.components, rows, strict=True):
-            likelihood = replace(component.likelihood, noise=row, estimated=False)  # type: ignore[type-var]
-            if component.layer is not None:
-                likelihood.deviation(len(component.layer.weights))  # type: ignore[attr-defined]
-            components.append(component.with_likelihood(likelihood))
+        components = [
+            component.with_likelihood(component.likelihood.with_noise(row, component.width))
+            for component, row in zip(self.components, rows, strict=True)
+        ]
         return self.with_parts(components=components)
 
     # --- tune -------------------------------------------------------------------------------------------------------

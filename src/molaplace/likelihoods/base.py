@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from molaplace.errors import HeadError
+from molaplace.errors import HeadError, OptionError
 from molaplace.likelihoods.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from molaplace.numerics import Generator
 from molaplace.sums import Sums
@@ -196,6 +196,24 @@ class Likelihood(ABC):
     def total_log_likelihood(self, sums: Sums) -> float | None:
         """Return the log-likelihood of all training labels."""
         return sums.log_likelihood
+
+    # Noise. Likelihoods without noise raise `OptionError`.
+
+    def noise_levels(self, width: int | None = None) -> Tensor:
+        """Return the noise (width,) of the outputs, in the targets' units; without a width, as many numbers as the noise has."""
+        raise _without_noise(self)
+
+    def with_noise(self, noise: Any, width: int | None = None) -> Self:
+        """Return the likelihood with another noise, which rules then leave unchanged; it must suit `width` outputs, if that is given."""
+        raise _without_noise(self)
+
+    def noise_scaled(self, factor: float, width: int) -> Self:
+        """Return the likelihood with the noise of its `width` outputs multiplied by a factor."""
+        raise _without_noise(self)
+
+
+def _without_noise(likelihood: Likelihood) -> OptionError:
+    return OptionError(f"likelihood {likelihood.name!r} has no noise. Only the Gaussian likelihood has noise.")
 
 
 class ClassificationLikelihood(Likelihood):

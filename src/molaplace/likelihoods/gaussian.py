@@ -284,10 +284,22 @@ class Gaussian(RegressionLikelihood):
         noise = variance.sqrt() * self.units(len(variance))[1]
         return replace(self, noise=tuple(noise.tolist()), estimated=True)
 
+    def noise_levels(self, width: int | None = None) -> Tensor:
+        """Return the noise (width,) in the targets' units or, for heteroscedastic networks, the noise factors."""
+        if self.noise is None:
+            return self.deviation(width or 1)
+        noise: Any = self.noise
+        return _expanded(noise, width or len(noise), "noise")
+
+    def with_noise(self, noise: Any, width: int | None = None) -> Gaussian:
+        """Return the likelihood with another noise, which rules then leave unchanged; it must suit `width` outputs, if that is given."""
+        likelihood = replace(self, noise=noise, estimated=False)
+        likelihood.noise_levels(width)
+        return likelihood
+
     def noise_scaled(self, factor: float, width: int) -> Gaussian:
-        """Return the likelihood with its noise multiplied by a factor and clamped to the allowed range."""
-        noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
-        return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
+        """Return the likelihood with the noise of its `width` outputs multiplied by a factor and clamped to the allowed range."""
+        return replace(self, noise=tuple((factor * self.noise_levels(width)).clamp(SMALLEST, LARGEST).tolist()))
 
     def sums_at_noise(self, sums: Sums) -> Sums:
         """Return the sums with the curvature of each output divided by its noise variance."""
