@@ -249,8 +249,7 @@ def fit(
             _component(structure, likelihood, *network_parts)
             for network_parts in zip(models, heads, totals, strict=True)
         ]
-    if likelihood.classification:
-        _warn_of_empty_classes(totals[0])
+    _warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)

@@ -253,13 +253,11 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     """Return the link, given as a name or an object, that applies to the likelihood, or raise `OptionError` if there is none."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
-    if likelihood is None or likelihood.mutually_exclusive:
+    if likelihood is None or likelihood.mutually_exclusive or chosen == PROBIT:  # regression ignores the default link
         return chosen
     applicable = chosen.for_labels() if likelihood.classification else None
     if applicable is not None:
         return applicable
-    if chosen == PROBIT:  # regression needs no link
-        return chosen
     names = [name for name, kind in LINKS.items() if likelihood.classification and kind().for_labels() is not None]
     known = ", ".join(names) or "none, because the predictive distribution is exact"
     raise OptionError(
