@@ -13,7 +13,7 @@ import molaplace as mola
 from molaplace import metrics
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods import BERNOULLI
-from molaplace.rules.scores import paired
+from molaplace.rules.objective import paired
 from molaplace.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
 from tests.library.problems import train

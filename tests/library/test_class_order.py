@@ -8,7 +8,7 @@ from torch import nn
 
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning
-from molaplace.rules.class_order import CHANCE, check_class_order
+from molaplace.rules.label_checks import CHANCE, check_class_order
 from tests.library.problems import train
 
 CLASSES = 3

@@ -32,7 +32,7 @@ from molaplace.progress import Progress, no_progress, part
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
-from molaplace.rules.class_order import check_class_order
+from molaplace.rules.label_checks import check_class_order
 
 ERROR_RATES = (0.01, 0.02, 0.05)
 """Error rates guaranteed for the decisions in the report."""

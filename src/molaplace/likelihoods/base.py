@@ -146,6 +146,10 @@ class Likelihood(ABC):
         """
         return None
 
+    def rows_of_scores(self, labels: Tensor) -> Tensor:
+        """Return the index (m,) of the datum to which each score belongs, because multi-label data have one score for each known label."""
+        return torch.arange(len(labels), device=labels.device)
+
     @abstractmethod
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the log-likelihood (n,) of each datum's labels."""

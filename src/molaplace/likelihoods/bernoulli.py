@@ -119,6 +119,10 @@ class Bernoulli(ClassificationLikelihood):
         known = ~labels.isnan().all(1)
         return None if bool(known.all()) else known
 
+    def rows_of_scores(self, labels: Tensor) -> Tensor:
+        """Return the index (m,) of the datum to which each known label belongs."""
+        return (~labels.isnan()).nonzero()[:, 0]
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of "yes": the sigmoid of each logit."""
         return torch.sigmoid(logits)

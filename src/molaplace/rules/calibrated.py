@@ -29,10 +29,9 @@ from torch import Tensor
 from molaplace.errors import warned
 from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.objective import Distances, Objective
+from molaplace.rules.objective import Distances, Objective, paired
 from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.scores import paired
 from molaplace.rules.search import as_curve
 from molaplace.settings import NO_COVARIANCE, Settings
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.distributed import Team
-from molaplace.errors import DataError, warn, warned
+from molaplace.errors import DataError, warned
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
 from molaplace.network import (
     IGNORE_INDEX,
@@ -25,7 +25,7 @@ from molaplace.network import (
     evaluating,
     stream,
 )
-from molaplace.rules.class_order import check_class_order
+from molaplace.rules.label_checks import check_accuracy, check_class_order, check_units
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
 
@@ -39,9 +39,6 @@ LONG = 0.99
 COPIES = 0.1
 """Lower bound on the validation data's median distance, relative to the distance of the training data. A smaller median means that
 most validation data are copies of training data and do not represent new data."""
-
-FAR_OFF = 2.0
-"""Root mean squared error, in standard deviations of the targets, above which the targets seem to be in the wrong units."""
 
 UNLIKE = 4.0
 """Validation and training data seem to be preprocessed differently if their feature norms differ by at least this factor."""
@@ -70,61 +67,26 @@ class HeldOut(Captured):
 
     def check_labels(self) -> None:
         """Raise `DataError` if labels and outputs order the classes differently; warn if predictions are no better than chance."""
-        if self.labels is not None and isinstance(self.likelihood, Gaussian):
-            self._check_targets(self.likelihood, self.team.gather(self.labels))
-        if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
+        likelihood = self.likelihood
+        if self.labels is None:
             return
-        targets = self.team.gather(self.likelihood.targets(self.labels))
-        predicted = [self.team.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
-        if not bool((targets >= 0).any()):
-            raise DataError("every label is missing. At least one label is needed.", place=f"the {self.where}")
-        if self.likelihood.mutually_exclusive:
-            check_class_order(targets, predicted, self.where)
-        known = targets >= 0
-        accuracies = [float(((classes == targets) & known).sum() / known.sum()) for classes in predicted]
-        chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
-        error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
-        guessing = [index for index, accuracy in enumerate(accuracies) if accuracy < chance + 2 * error]
-        if chance + 2 * error >= 1:
-            warn(
-                f"the {self.where} has too few labels ({int(known.sum())}) to distinguish the networks from guessing. Tune on more "
-                "data, or use rule='evidence', which needs no validation data."
-            )
-        elif guessing:
-            which = ", ".join(f"networks[{index}]" for index in guessing)
-            if len(guessing) == len(predicted):
-                which = "the networks"
-            warn(
-                f"only {max(accuracies[index] for index in guessing):.1%} of the labels in the {self.where} agree with {which}, whereas "
-                f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
-                f"and that the inputs are preprocessed as in training."
-            )
-        elif bool((targets[known] == targets[known][0]).all()):
-            warn(
-                f"every label in the {self.where} is {int(targets[known][0])}. Settings tuned for one class may not suit the others. Pass "
-                "validation data from every class."
-            )
-
-    def _check_targets(self, likelihood: Gaussian, targets: Tensor) -> None:
-        means = [self.team.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
-        error = (torch.stack(means).mean(0) - targets).square().mean(0).sqrt()
-        deviation = targets.std(0, correction=0)
-        if len(targets) > 1 and bool((error > FAR_OFF * deviation).any()):
-            output = int((error / deviation).argmax())
-            warn(
-                f"the root mean squared error on the {self.where} is {float(error[output]):.3g}, but the standard deviation of the "
-                f"targets is only {float(deviation[output]):.3g}. If the targets were standardised in training, pass "
-                "mola.likelihoods.Gaussian(location=..., scale=...)."
-            )
+        if isinstance(likelihood, ClassificationLikelihood):
+            targets = self.team.gather(likelihood.targets(self.labels))
+            predicted = [self.team.gather(likelihood.predicted(outputs)) for outputs in self.outputs]
+            if likelihood.mutually_exclusive:
+                check_class_order(targets, predicted, self.where)
+            chance = 1 / likelihood.num_choices(self.outputs[0].shape[1])
+            check_accuracy(targets, predicted, chance, self.independent, self.where)
+        elif isinstance(likelihood, Gaussian):
+            means = [self.team.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
+            check_units(torch.stack(means).mean(0), self.team.gather(self.labels), self.where)
 
     def score_groups(self) -> Tensor:
         """Return the index (m,) of the input to which each score belongs. Multi-label data have a score for each known label."""
-        inputs = torch.arange(len(self), device="cpu")
-        if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
-            targets = self.likelihood.targets(self.labels)
-            if targets.dim() == 2:
-                inputs = (targets >= 0).nonzero()[:, 0]
-        groups: Tensor = torch.unique(self.team.gather(self.team.unique(inputs)), return_inverse=True)[1]
+        rows = torch.arange(len(self), device="cpu")
+        if self.labels is not None:
+            rows = self.likelihood.rows_of_scores(self.labels)
+        groups: Tensor = torch.unique(self.team.gather(self.team.unique(rows)), return_inverse=True)[1]
         return groups
 
     def accuracy(self) -> tuple[float, float]:

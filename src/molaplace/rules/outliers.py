@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from molaplace.options import check_number
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Objective, scores_without_labels
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.scores import without_labels
 from molaplace.rules.search import PrecisionSearch, Scored
 
 
@@ -35,12 +34,11 @@ class Outliers(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision."""
         outliers = objective.read(self.loader, "outlier loader")
-        without = without_labels(objective.likelihood)
 
         def evaluate(precisions: Sequence[float]) -> Scored:
             candidates = objective.settings.candidates(prior_precision=precisions)
             validation = objective.mean_scores(candidates)
-            far = objective.mean_scores(candidates, without, outliers)
+            far = objective.mean_scores(candidates, scores_without_labels, outliers)
             penalised = validation["nll"] + self.weight * far["uniformity"]
             return validation | {"outlier_confidence": far["confidence"], "objective": penalised}
 

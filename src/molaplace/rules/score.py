@@ -12,10 +12,9 @@ import torch
 
 from molaplace.likelihoods import Likelihood
 from molaplace.options import one_of
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Objective, paired
 from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.scores import paired
 from molaplace.rules.search import SAME, PrecisionSearch, Scored
 
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}

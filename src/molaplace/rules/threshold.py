@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from molaplace.errors import warned
 from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.objective import Objective
+from molaplace.rules.objective import Objective, label_scores, scores_without_labels
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.scores import label_scores, without_labels
 from molaplace.rules.search import PrecisionSearch, points
 
 NEAR = 0.005
@@ -68,7 +67,7 @@ class Threshold(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision."""
         target, origin, notes = self.target(objective.data)
-        score = label_scores if objective.data.labels is not None else without_labels(objective.likelihood)
+        score = scores_without_labels if objective.data.labels is None else label_scores
         search = PrecisionSearch(
             lambda precisions: objective.mean_scores(objective.settings.candidates(prior_precision=precisions), score),
             self.grid,
