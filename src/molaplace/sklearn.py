@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, Self
 
@@ -52,6 +53,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     learning_rate: float
     weight_decay: float
     structure: Any
+    link: Any = "probit"
     rule: Any
     prior_precision: float
     validation_fraction: float
@@ -69,16 +71,6 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, table: Array, labels: Array, outputs: int, likelihood: Likelihood, rule: Any, loss: Loss | None = None
     ) -> Self:
-        hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
-        if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
-            raise OptionError(
-                f"must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}.",
-                argument="hidden",
-            )
-        for name in ("members", "epochs"):
-            whole_number(getattr(self, name), name)
-        batch_size = min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH) if self.batch_size is None else self.batch_size
-        whole_number(batch_size, "batch_size")
         needs_data = rule not in (None, "evidence") and getattr(rule, "needs_data", True)
         if rule is not None:
             rule = as_rule(rule, likelihood, [] if needs_data else None)
@@ -92,38 +84,17 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         self.scale_ = scaler.scale_
         inputs = self._standardised(table)
         targets = torch.from_numpy(labels)
-
-        def fit_posterior(rows: Any) -> MoLA:
-            with torch.device("cpu"):  # layers and optimisers are made on torch's default device
-                networks = train_mlps(
-                    inputs[rows],
-                    targets[rows],
-                    outputs,
-                    loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
-                    hidden=[int(width) for width in hidden],
-                    members=self.members,
-                    seed=seed,
-                    epochs=self.epochs,
-                    batch_size=batch_size,
-                    learning_rate=self.learning_rate,
-                    weight_decay=self.weight_decay,
-                )
-            return fit(
-                networks,
-                batches(rows),
-                structure=self.structure,
-                link=getattr(self, "link", "probit"),
-                prior_precision=self.prior_precision,
-                likelihood=likelihood,
-                progress=False,
-            )
-
-        def batches(rows: Any) -> list[tuple[Tensor, Tensor]]:
-            return list(zip(torch.split(inputs[rows], ROWS), torch.split(targets[rows], ROWS), strict=True))
-
+        fit_to = partial(
+            self._fit_posterior,
+            outputs=outputs,
+            likelihood=likelihood,
+            loss=loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
+            batch_size=min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH),
+            seed=seed,
+        )
         if not needs_data:
-            final = fit_posterior(slice(None))
-            self.posterior_ = final if rule is None else final.tune(rule=rule, progress=False)
+            posterior = fit_to(inputs, targets)
+            self.posterior_ = posterior if rule is None else posterior.tune(rule=rule, progress=False)
             self.tuning_ = self.posterior_.tuning
             return self
         aside = torch.from_numpy(self._set_aside(labels, random))
@@ -131,11 +102,53 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit of its range, and
             # cross-validation would repeat the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
-            start = fit_posterior(~aside)
-            tuned = start.tune(batches(aside), rule=rule, progress=False)
-        self.posterior_ = _with_tuning_of(start, tuned, fit_posterior(slice(None)))
+            start = fit_to(inputs[~aside], targets[~aside])
+            tuned = start.tune(_batches(inputs[aside], targets[aside]), rule=rule, progress=False)
+        self.posterior_ = _with_tuning_of(start, tuned, fit_to(inputs, targets))
         self.tuning_ = tuned.tuning
         return self
+
+    def _fit_posterior(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        outputs: int,
+        likelihood: Likelihood,
+        loss: Loss,
+        batch_size: int,
+        seed: int,
+    ) -> MoLA:
+        # Train the networks on standardised rows and fit their posterior; `batch_size` is the default of the parameter.
+        hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
+        if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
+            raise OptionError(
+                f"must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}.",
+                argument="hidden",
+            )
+        with torch.device("cpu"):  # layers and optimisers are made on torch's default device
+            networks = train_mlps(
+                inputs,
+                targets,
+                outputs,
+                loss,
+                hidden=[int(width) for width in hidden],
+                members=whole_number(self.members, "members"),
+                seed=seed,
+                epochs=whole_number(self.epochs, "epochs"),
+                batch_size=batch_size if self.batch_size is None else whole_number(self.batch_size, "batch_size"),
+                learning_rate=self.learning_rate,
+                weight_decay=self.weight_decay,
+            )
+        return fit(
+            networks,
+            _batches(inputs, targets),
+            structure=self.structure,
+            link=self.link,
+            prior_precision=self.prior_precision,
+            likelihood=likelihood,
+            progress=False,
+        )
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
         aside = np.zeros(len(labels), dtype=bool)
@@ -146,14 +159,15 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     def _standardised(self, rows: Array) -> Tensor:
         return torch.from_numpy((rows - self.mean_) / self.scale_)
 
-    def _batches(self, X: Any) -> list[Tensor]:  # noqa: N803
+    def _inputs(self, X: Any) -> list[Tensor]:  # noqa: N803
+        # Return the standardised rows in batches, after checking that the estimator is fitted.
         check_is_fitted(self)
         return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
         """Return the full predictions for all rows, as a `mola.Prediction` or a `mola.RegressionPrediction`."""
-        batches = self._batches(X)  # this also checks that the estimator is fitted
-        return self.posterior_.predict(batches)
+        inputs = self._inputs(X)  # before reading `posterior_`, which exists only after `fit`
+        return self.posterior_.predict(inputs)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
         """Return an OOD score for each row (n,), higher for outliers. The scores do not depend on the prior precision."""
@@ -262,8 +276,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
         """Return class probabilities (n, C) in the order of `classes_` or, for multi-label data, label probabilities (n, L)."""
-        batches = self._batches(X)
-        return self.posterior_.predict_proba(batches)
+        inputs = self._inputs(X)
+        return self.posterior_.predict_proba(inputs)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the most probable class of each row or, for multi-label data, 0 or 1 for each label (n, L)."""
@@ -355,7 +369,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             Values of shape (n,), or (n, outputs) if y had several columns.
         """
         if not return_std:
-            return self._shaped(torch.cat([self.posterior_(part) for part in self._batches(X)]))
+            return self._shaped(torch.cat([self.posterior_(batch) for batch in self._inputs(X)]))
         prediction = self.prediction(X)
         return self._shaped(prediction.mean), self._shaped(prediction.std)
 
@@ -366,6 +380,10 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
     def _shaped(self, values: Tensor) -> Array:
         return (values[:, 0] if self._single else values).numpy()
+
+
+def _batches(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(torch.split(inputs, ROWS), torch.split(targets, ROWS), strict=True))
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
