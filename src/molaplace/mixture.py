@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
-from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
+from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood, RegressionLikelihood, as_likelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.network import Inputs, evaluating, one_batch
 from molaplace.numerics import seed_from
@@ -99,12 +99,9 @@ class Mixture(Predictor):
 
 def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood) -> Any:
     """Return the prediction of a mixture with weights (K,) whose members return only probabilities (K, n, C) or means (K, n, D)."""
-    if isinstance(likelihood, Gaussian):
+    if isinstance(likelihood, RegressionLikelihood):
         return RegressionPrediction.of_means(members, weights, likelihood)
-    if not isinstance(likelihood, ClassificationLikelihood):
-        raise OptionError(
-            f"likelihood {likelihood.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
-        )
+    assert isinstance(likelihood, ClassificationLikelihood)
     if members.dim() > 3:
         raise DataError(
             "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
@@ -149,6 +146,6 @@ def as_probabilities(output: Any, likelihood: Likelihood, name: str) -> Tensor:
             place=name,
         )
     gap = float((probs.sum(1) - 1).abs().max())
-    if isinstance(likelihood, ClassificationLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
+    if likelihood.mutually_exclusive and not gap < 1e-2:
         raise DataError(f"rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}", place=name)
     return probs

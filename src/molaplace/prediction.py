@@ -20,7 +20,6 @@ from molaplace.likelihoods import (
     GAUSSIAN,
     ClassificationLikelihood,
     ClassificationPredictive,
-    Gaussian,
     Likelihood,
     RegressionLikelihood,
     RegressionPredictive,
@@ -316,13 +315,15 @@ class RegressionPrediction(_Fields):
         super().__init__(fields, weights=weights, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
 
     @classmethod
-    def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
-        """Build a prediction from the means (K, n, D) of members that return only means, using the likelihood's noise."""
-        variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
-        noise = variance.expand_as(means).contiguous()
-        fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
-        distribution = likelihood.mixture_type(weights, *(to_float64(part) for part in (means, noise, noise)))
-        fields["ood_score"] = distribution.disagreement().to(means)
+    def of_means(cls, means: Tensor, weights: Tensor, likelihood: RegressionLikelihood) -> RegressionPrediction:
+        """Build a prediction from the means (K, n, D) of members that return only means."""
+        distribution = likelihood.of_means(weights, means)
+        fields: dict[str, Field] = {
+            "component_mean": means,
+            "component_variance": distribution.variances,
+            "component_noise": distribution.noises,
+            "ood_score": distribution.disagreement().to(means),
+        }
         return cls(fields, weights=weights, likelihood=likelihood)
 
     @classmethod

@@ -281,6 +281,12 @@ class RegressionLikelihood(Likelihood):
         """Return the labels in canonical form, given only predicted means (n, D), or raise a `DataError` that mentions `where`."""
         return self.check_labels(labels, means, where)
 
+    def of_means(self, weights: Tensor, means: Tensor) -> RegressionPredictive:
+        """Return the mixture of members that predict only means (K, n, D), or raise `OptionError` if means do not determine it."""
+        raise OptionError(
+            f"likelihood {self.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
+        )
+
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
     """Return `sum_k w_k x_k`. A single member is returned unchanged."""

@@ -320,6 +320,12 @@ class Gaussian(RegressionLikelihood):
 
     # Prediction.
 
+    def of_means(self, weights: Tensor, means: Tensor) -> NormalMixture:
+        """Return the mixture of normal distributions around means (K, n, D) in the targets' units, with the likelihood's noise."""
+        means = to_float64(means)
+        variance = self.variance_in_units(self.deviation(means.shape[-1]).square()).to(means).expand_as(means)
+        return NormalMixture(weights, means, variance, variance)
+
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
         """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""
         means = pooled([self.means(outputs) for outputs in members.outputs], members.weights, members.pooling)
