@@ -23,6 +23,7 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.metrics import auroc, expected_calibration_error, negative_log_likelihood
+from molaplace.network import Layout
 from molaplace.rules.held_out import HeldOut
 from molaplace_lab.suite import DataOptions
 
@@ -35,15 +36,16 @@ SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
 """Settings to compare: (number of networks, number of validation images)."""
 
 
+def with_rows(data: HeldOut, features: Sequence[Tensor], outputs: Sequence[Tensor], labels: Tensor) -> HeldOut:
+    """Replace the rows of the held-out data."""
+    return replace(data, features=features, outputs=outputs, labels=labels, layout=Layout.of(outputs[0], -1))
+
+
 def rows_of(data: HeldOut, indices: Tensor) -> HeldOut:
     """Select rows of the held-out data by index."""
     assert data.labels is not None
-    return replace(
-        data,
-        phi=[tensor[indices] for tensor in data.phi],
-        outputs=[tensor[indices] for tensor in data.outputs],
-        labels=data.labels[indices],
-    )
+    features = [values[indices] for values in data.features]
+    return with_rows(data, features, [values[indices] for values in data.outputs], data.labels[indices])
 
 
 def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut, HeldOut]:
@@ -52,11 +54,11 @@ def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut
         return validation, test
     assert validation.labels is not None
     assert test.labels is not None
-    both = replace(
+    both = with_rows(
         validation,
-        phi=[torch.cat(pair) for pair in zip(validation.phi, test.phi, strict=True)],
-        outputs=[torch.cat(pair) for pair in zip(validation.outputs, test.outputs, strict=True)],
-        labels=torch.cat([validation.labels, test.labels]),
+        [torch.cat(pair) for pair in zip(validation.features, test.features, strict=True)],
+        [torch.cat(pair) for pair in zip(validation.outputs, test.outputs, strict=True)],
+        torch.cat([validation.labels, test.labels]),
     )
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
     return rows_of(both, order[: len(validation)]), rows_of(both, order[len(validation) :])

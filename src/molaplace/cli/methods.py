@@ -98,7 +98,7 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
     """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
     predictions = []
     if len(held_out):
-        prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
+        prediction = posterior.make_prediction(held_out)
         predictions = [networks_alone(posterior, prediction, count)]
     alone = RegressionPrediction.gather(predictions, held_out.team)
     targets = held_out.team.gather(held_out.labels)
@@ -272,7 +272,8 @@ def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loa
         return single
     first = None
     if held_out is not None and rule.needs_data:
-        first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
+        parts = {name: getattr(held_out, name)[:1] for name in ("heads", "features", "outputs")}
+        first = replace(held_out, **parts)
     with collect_warnings():  # the report shows the notes from tuning instead of warnings
         return single.tune(first, rule=rule, progress=False, team=team)
 
