@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +78,13 @@ class MoLA(LaplaceMixture):
             "ood_score_name": self.ood_score_name,
         }
         if not self.likelihood.classification:
-            fields: dict[str, Any] = dict(self._by_rows(captured, self._regression_fields))
+            fields = self._by_rows(captured, self._regression_fields)
             return RegressionPrediction(fields, weights=self.weights, **shared)
         classes = captured.outputs[0].shape[-1]
         drawn = classes * num_draws(classes)  # for the epistemic share
-        details = cache(lambda: self._by_rows(captured, lambda rows: self._details(rows, seed), drawn))
-        fields = {name: lambda name=name: details()[name] for name in self._detail_names()}
-        probs = self._by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
-        return Prediction(fields | probs, **shared)
-
-    def _detail_names(self) -> Sequence[str]:
-        names = ["mutual_information", "ood_score", "logit_mean", "logit_variance"]
-        names += ["aleatoric"] if self.settings.uses_distance else []
-        names += ["distance"] if self.has_distances else []
-        return names if self.ood_score_name == MAX_PROBABILITY else [*names, "far_field"]
+        details = partial(self._by_rows, captured, lambda rows: self._details(rows, seed), drawn)
+        fields = self._by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
+        return Prediction(fields, details=details, **shared)
 
     def _details(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
         # Return every field of a classification except the probabilities. What several fields need is computed once.

@@ -5,7 +5,7 @@ Costly fields are computed on first read and then cached. The values do not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -27,8 +27,11 @@ from molaplace.likelihoods import (
 from molaplace.numerics import as_tensor, to_float64
 from molaplace.options import check_share, counted
 
-Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
-"""A field of a prediction: a tensor, a function that computes the tensor on first read, or None if the field is unavailable."""
+Field: TypeAlias = "Tensor | None"
+"""A field of a prediction, or None if it is unavailable."""
+
+Details: TypeAlias = "Callable[[], Mapping[str, Tensor]]"
+"""A function that computes the costly fields of a prediction."""
 
 
 class _Fields:
@@ -41,42 +44,45 @@ class _Fields:
     likelihood: Any
     ood_score_name: str
     """Name of the outlier score."""
-    _fields: dict[str, Field]
+    _fields: dict[str, Tensor]
+    _details: Details | None
+    """Function that computes all fields that are not in `_fields`, or None if there are no others."""
 
-    def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
-        vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
+    def __init__(self, fields: Mapping[str, Field], details: Details | None = None, **shared: Any) -> None:
+        known = {name: value for name, value in fields.items() if name in self.axes and value is not None}
+        vars(self).update(shared, _fields=known, _details=details)
 
     def _read(self, name: str) -> Any:
-        value = self._fields[name]
-        if callable(value):
-            # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
-            # inference mode is on.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-                value = self._fields[name] = value()
-        return value
-
-    def _shared(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_fields"}
-
-    @classmethod
-    def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor], int], Tensor]) -> Self:
-        # Return a prediction whose fields are `combine(values of all parts, axis of the inputs)`, computed when they are read.
-        def field(name: str, axis: int) -> Field:
-            if parts[0]._fields[name] is None:
-                return None
-
-            def compute() -> Tensor:
-                return combine([part._read(name) for part in parts], axis)
-
-            return compute if any(callable(part._fields[name]) for part in parts) else compute()
-
-        return cls({name: field(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
+        return self._fields[name] if name in self._fields else self.computed()._fields.get(name)
 
     def computed(self) -> Self:
         """Compute every field now and return the prediction."""
-        for name in self.axes:
-            self._read(name)
+        details = self._details
+        if details is not None:
+            # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
+            # inference mode is on.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+                self._fields |= details()
+            self._details = None
         return self
+
+    def _shared(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_fields", "_details")}
+
+    @classmethod
+    def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor], int], Tensor]) -> Self:
+        # Return a prediction whose fields are `combine(values of all parts, axis of the inputs)`, computed when the parts' fields are.
+        def combined(names: Iterable[str]) -> dict[str, Tensor]:
+            return {name: combine([part._fields[name] for part in parts], cls.axes[name]) for name in names}
+
+        def details() -> dict[str, Tensor]:
+            computed = [part.computed() for part in parts]
+            return combined(name for name in computed[0]._fields if name not in known)
+
+        known = [name for name in parts[0]._fields if all(name in part._fields for part in parts)]
+        prediction = cls(combined(known), **parts[0]._shared())
+        prediction._details = details if any(part._details is not None for part in parts) else None
+        return prediction
 
     def cpu(self) -> Self:
         """Return the same prediction in main memory."""
@@ -110,13 +116,12 @@ class _Fields:
         # A rank without data learns from the other ranks which fields there are.
         description = None
         if prediction is not None:
-            names = [name for name in cls.axes if prediction._fields[name] is not None]
-            description = (names, prediction._shared())
+            description = (list(prediction._fields), prediction._shared())
         descriptions = [value for value in team.collect(description) if value is not None]
         if not descriptions:
             raise DataError("the prediction loader is empty on every rank. Pass at least one batch.")
         names, shared = descriptions[0]
-        fields: dict[str, Field] = {}
+        fields = {}
         for name in names:
             axis = cls.axes[name]
             rows = None if prediction is None else prediction._read(name).transpose(0, axis).contiguous()
@@ -201,13 +206,14 @@ class Prediction(_Fields):
 
     def __init__(
         self,
-        fields: dict[str, Field],
+        fields: Mapping[str, Field],
         *,
+        details: Details | None = None,
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
     ) -> None:
-        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
+        super().__init__(fields, details, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
 
     @property
     def probs(self) -> Tensor:
@@ -305,7 +311,7 @@ class RegressionPrediction(_Fields):
 
     def __init__(
         self,
-        fields: dict[str, Field],
+        fields: Mapping[str, Field],
         *,
         weights: Tensor,
         ood_score_name: str = "variance",
@@ -318,7 +324,7 @@ class RegressionPrediction(_Fields):
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: RegressionLikelihood) -> RegressionPrediction:
         """Build a prediction from the means (K, n, D) of members that return only means."""
         distribution = likelihood.of_means(weights, means)
-        fields: dict[str, Field] = {
+        fields = {
             "component_mean": means,
             "component_variance": distribution.variances,
             "component_noise": distribution.noises,
@@ -335,7 +341,7 @@ class RegressionPrediction(_Fields):
             return torch.einsum("m,m...->...", weights.to(values), values)
 
         names = ["component_mean", "component_variance", "component_noise"]
-        fields: dict[str, Field] = {name: torch.cat([part._read(name) for part in parts]) for name in names}
+        fields = {name: torch.cat([part._read(name) for part in parts]) for name in names}
         fields["ood_score"] = averaged("ood_score")
         if all(part.distance is not None for part in parts):
             fields["distance"] = averaged("distance")

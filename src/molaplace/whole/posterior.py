@@ -126,8 +126,7 @@ class WholeMoLA(LaplaceMixture):
             }
 
         # All fields are computed together, because the Jacobians dominate the cost.
-        fields: dict[str, Any] = dict(self._by_rows(self._with_jacobians(captured, inputs), compute))
-        return Prediction(fields, likelihood=likelihood)
+        return Prediction(self._by_rows(self._with_jacobians(captured, inputs), compute), likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
