@@ -36,6 +36,7 @@ from molaplace.network import (
     unwrapped,
 )
 from molaplace.numerics import float64_device
+from molaplace.options import listed
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
@@ -356,9 +357,8 @@ def _warn_of_empty_classes(sums: Sums) -> None:
     counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
     if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
-        listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
-            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}), so distances from them are "
+            f"{len(empty)} of {len(counts)} classes have no training data (class {listed(empty, 10)}), so distances from them are "
             f"unknown. Check that these are the data on which the networks were trained."
         )
 

@@ -55,9 +55,9 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def listed(names: Sequence[object], most: int) -> str:
     """Return the first names, separated by commas, followed by "..." if there are more than `most` names."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
 def is_real(value: object) -> bool:

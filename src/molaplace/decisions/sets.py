@@ -36,7 +36,7 @@ from torch import Tensor
 from molaplace.decisions.calibration import Calibration, probs_of, ranked
 from molaplace.decisions.ranks import conformal_quantiles, data_needed, thresholds
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.options import check_share, is_real, one_of, whole_number
+from molaplace.options import check_share, is_real, listed, one_of, whole_number
 from molaplace.prediction import Prediction
 
 SET_METHODS = ("lac", "aps", "raps")
@@ -158,7 +158,7 @@ def prediction_sets(
         if rare_classes:
             warn(
                 f"a coverage of {share:g} requires at least {data_needed(1 - share)} labelled data points of each class. Every set "
-                f"includes the classes that have fewer: {', '.join(map(str, rare_classes[:5]))}{', ...' if len(rare_classes) > 5 else ''}."
+                f"includes the classes that have fewer: {listed(rare_classes, 5)}."
             )
     else:
         threshold = thresholds(scores, share, "sets of all classes")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, warn
+from molaplace.options import listed
 
 CLEAR = 0.25
 """Labels are rejected if a different order raises the accuracy by more than this."""
@@ -47,7 +48,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
         # Union bound: multiply the Chernoff bound for one order by the number of orders.
         if reordered > share and orders - total * _divergence(reordered, share) <= math.log(CHANCE):
-            order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
+            order = listed([f"{label} -> {output}" for label, output in matched.items()], 20)
             advice = "Label each input with the index of its class among the outputs."
             if max(agreement) > reordered - CLEAR:  # another network agrees with the labels
                 advice = (
@@ -56,7 +57,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
             raise DataError(
                 f"the classes seem to be in a different order from the outputs of networks[{index}]. {agreement[index]:.1%} of the "
                 f"labels agree with this network, but {reordered:.1%} would agree in this order (label -> output): "
-                f"{order}{', ...' if len(matched) > 20 else ''}. {advice}",
+                f"{order}. {advice}",
                 place=f"the {where}",
             )
 

@@ -30,12 +30,6 @@ SAME = 1e-9
 """Relative difference up to which two scores are considered equal, to allow for rounding."""
 
 
-def points(share: float, digits: str = "g") -> str:
-    """Format a difference between two proportions in percentage points, such as "1 point" or "2.6 points"."""
-    text = f"{100 * share:{digits}}"
-    return f"{text} point{'' if text == '1' else 's'}"
-
-
 def grid_value(index: int) -> float:
     """Return the prior precision at an index of the paper's grid, which continues with 14 values per decade beyond its ends."""
     if index < LOW:

@@ -10,7 +10,7 @@ from molaplace.options import check_number
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.objective import Objective, label_scores, scores_without_labels
 from molaplace.rules.rule import Rule, Tuning
-from molaplace.rules.search import PrecisionSearch, points
+from molaplace.rules.search import PrecisionSearch
 
 NEAR = 0.005
 """If the mean confidence exceeds the target by at most this much, the summary treats the target as met."""
@@ -57,9 +57,9 @@ class Threshold(Rule):
         if error > self.margin:
             notes = (
                 "the validation set is small: the networks' mean accuracy, on which the target confidence is based, is "
-                f"{accuracy:.1%} with a standard error of {points(error, '.2g')}.",
+                f"{accuracy:.1%} with a standard error of {_points(error, '.2g')}.",
             )
-        origin = f"the networks' mean accuracy of {accuracy:.2%} minus {points(self.margin)}"
+        origin = f"the networks' mean accuracy of {accuracy:.2%} minus {_points(self.margin)}"
         if target > accuracy - self.margin:
             origin = f"the chance level, because {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
@@ -100,3 +100,9 @@ class Threshold(Rule):
             )
         settings = objective.settings.candidates(prior_precision=[scores["prior_precision"]])[0]
         return Tuning(f"Threshold: target confidence {origin}", settings, summary, notes, search.curve())
+
+
+def _points(share: float, digits: str = "g") -> str:
+    # Format a difference between two proportions in percentage points, such as "1 point" or "2.6 points".
+    text = f"{100 * share:{digits}}"
+    return f"{text} point{'' if text == '1' else 's'}"
