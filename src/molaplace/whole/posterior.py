@@ -97,10 +97,10 @@ class WholeMoLA(LaplaceMixture):
 
     def capture(self, inputs: Inputs) -> Captured:
         """Run every network once, and store the inputs together with the outputs."""
-        return self._with_jacobians(super().capture(inputs), inputs)
+        captured = super().capture(inputs)
+        return self._with_jacobians(captured, [(inputs, captured.layout.inputs)])
 
-    def _with_jacobians(self, captured: Captured, inputs: Inputs) -> Captured:
-        batches = [(inputs, captured.layout.inputs)]
+    def _with_jacobians(self, captured: Captured, batches: Sequence[tuple[Inputs, int]]) -> Any:
         pairs = zip(self.components, captured.outputs, strict=True)
         features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
         return replace(captured, features=features)
@@ -125,8 +125,9 @@ class WholeMoLA(LaplaceMixture):
                 "logit_variance": torch.stack(variances),
             }
 
+        with_jacobians = self._with_jacobians(captured, [(inputs, captured.layout.inputs)])
         # All fields are computed together, because the Jacobians dominate the cost.
-        return Prediction(self._by_rows(self._with_jacobians(captured, inputs), compute), likelihood=likelihood)
+        return Prediction(self._by_rows(with_jacobians, compute), likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
@@ -153,9 +154,7 @@ class WholeMoLA(LaplaceMixture):
                 f"input must be the batch dimension.",
                 place=f"the {where}",
             )
-        pairs = zip(self.components, data.outputs, strict=True)
-        features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
-        return replace(data, features=features)
+        return self._with_jacobians(data, batches)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
