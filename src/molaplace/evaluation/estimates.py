@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from molaplace import metrics
-from molaplace.evaluation.catalogue import COVERAGES, WIDTHS
+from molaplace.evaluation.catalogue import CLASSIFICATION_METRICS, COVERAGES, REGRESSION_METRICS, WIDTHS
 from molaplace.evaluation.columns import INPUT, Columns, PredictionColumns
 
 TPR = 0.95
@@ -202,7 +202,7 @@ def mean_column(columns: Columns, name: str) -> Measurement:
 
 
 def measured(columns: PredictionColumns) -> dict[str, Measurement]:
-    """Return the metrics on labelled data that have standard errors.
+    """Return the metrics on labelled data that have standard errors: the mean of each score in the catalogue, and a few others.
 
     For classification: accuracy, nll, brier, ece, aurc and confidence, and for multi-label data the mean AUROC over labels. For regression:
     rmse, nll, crps, std, and the coverage and mean width of intervals, such as coverage_90 and width_90.
@@ -210,12 +210,12 @@ def measured(columns: PredictionColumns) -> dict[str, Measurement]:
     data = columns.data
     if "square" in data:
         measurements = {"rmse": root_mean_of(data["square"], data.groups)}
-        names = {"nll": "nll", "crps": "crps", "std": "std"}
+        names = {name: name for name in REGRESSION_METRICS}
         names |= {name: f"covered[{level}]" for level, name in COVERAGES.items()}
         names |= {name: f"width[{level}]" for level, name in WIDTHS.items()}
         return measurements | {name: mean_column(data, column) for name, column in names.items() if column in data}
-    means = {"accuracy": "correct", "nll": "nll", "brier": "brier"}
-    measurements = {name: mean_column(data, column) for name, column in means.items() if column in data}
+    names = {name: name for name in CLASSIFICATION_METRICS if name != "confidence"} | {"accuracy": "correct"}
+    measurements = {name: mean_column(data, column) for name, column in names.items() if column in data}
     measurements |= {
         "ece": calibration_error(data["confidence"], data["correct"], data.groups),
         "aurc": risk_area(1 - data["confidence"], data["correct"], data.groups),
