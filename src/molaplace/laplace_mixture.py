@@ -324,20 +324,25 @@ class LaplaceMixture(Predictor):
         """Return the mixture with some constructor arguments replaced; `tuning` becomes None unless it is given."""
         return type(self)(**{**self.parts(), "tuning": None, **changes})
 
+    def with_settings(self, **values: Any) -> Self:
+        """Return the mixture with some of its settings (`mola.settings.Settings`) replaced."""
+        return self.with_parts(settings=replace(self.settings, **values))
+
     def with_prior_precision(self, prior_precision: float | Sequence[float] | Tensor) -> Self:
         """Return the mixture with a different prior precision, given as one number or one number per component."""
         for component in self.components:
             component.require_layer("a prior precision")
-        values = per_component(prior_precision, len(self.components), "prior_precision")
-        return self.with_parts(settings=replace(self.settings, prior_precision=tuple(values)))
+        return self.with_settings(
+            prior_precision=per_component(prior_precision, len(self.components), "prior_precision")
+        )
 
     def with_temperature(self, temperature: float | Tensor) -> Self:
         """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen predictions."""
-        return self.with_parts(settings=replace(self.settings, temperature=temperature))
+        return self.with_settings(temperature=temperature)
 
     def with_pooling(self, pooling: float | Tensor) -> Self:
         """Return the mixture with a different pooling coefficient (1 mixes the networks' probabilities; 0 averages their logits)."""
-        return self.with_parts(settings=replace(self.settings, pooling=pooling))
+        return self.with_settings(pooling=pooling)
 
     def with_distance_exponent(self, exponent: float | Tensor, *, onset: float | None = None) -> Self:
         """Return the mixture with a different distance exponent and, if `onset` is given, a different onset.
@@ -346,10 +351,7 @@ class LaplaceMixture(Predictor):
             exponent: distance exponent gamma; at 0, distance has no effect.
             onset: distance, relative to its median on the validation data, beyond which logits shrink; by default, unchanged.
         """
-        unchanged = self.settings.onset
-        return self.with_parts(
-            settings=replace(self.settings, distance_exponent=exponent, onset=unchanged if onset is None else onset)
-        )
+        return self.with_settings(distance_exponent=exponent, onset=self.settings.onset if onset is None else onset)
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """Return the mixture with different weights: "uniform", "evidence", or K numbers that sum to 1."""

@@ -48,9 +48,9 @@ LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
 
-def _bounds(low: float, high: float, remedy: str) -> dict[str, Any]:
-    # Describe a setting: its bounds, and the last sentence of error messages.
-    return {"low": low, "high": high, "remedy": remedy}
+def _setting(low: float, high: float, remedy: str, *, by_distance: bool = False) -> dict[str, Any]:
+    # Describe a setting: its bounds and the last sentence of error messages, and whether it acts only if the distance does.
+    return {"bounds": (low, high, remedy), "by_distance": by_distance}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
     """
 
     prior_precision: tuple[float, ...] | Tensor = field(
-        metadata=_bounds(
+        metadata=_setting(
             1e-30,
             1e30,
             "It is the precision of a Gaussian prior. For predictions without covariance, use mola.ensemble.",
@@ -71,17 +71,19 @@ class Settings:
     """Prior precision lambda of each network."""
     temperature: float | Tensor = field(
         default=1.0,
-        metadata=_bounds(1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
+        metadata=_setting(1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
     )
     """Temperature T. Values below 1 sharpen predictions."""
     pooling: float | Tensor = field(
         default=1.0,
-        metadata=_bounds(0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
+        metadata=_setting(0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
     )
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
-    distance_exponent: float | Tensor = field(default=0.0, metadata=_bounds(0, 100, "At 0, distance has no effect."))
+    distance_exponent: float | Tensor = field(default=0.0, metadata=_setting(0, 100, "At 0, distance has no effect."))
     """Distance exponent gamma. Larger values make logits shrink faster with distance."""
-    onset: float | Tensor = field(default=1.0, metadata=_bounds(1e-6, 1e6, "1 is the median of the validation data."))
+    onset: float | Tensor = field(
+        default=1.0, metadata=_setting(1e-6, 1e6, "1 is the median of the validation data.", by_distance=True)
+    )
     """Onset o: distance, relative to the median, beyond which logits shrink."""
 
     def __post_init__(self) -> None:
@@ -91,14 +93,14 @@ class Settings:
             if isinstance(values, Tensor) and values.dim() == (2 if per_network else 1):
                 continue  # candidates of a search
             if not per_network:
-                number = check_number(values, setting.name, **setting.metadata)
+                number = check_number(values, setting.name, *setting.metadata["bounds"])
                 object.__setattr__(self, setting.name, number)
                 continue
             if getattr(values, "ndim", 1) == 0 or not isinstance(values, Iterable):
                 raise OptionError(
                     f"must be a tuple with one number for each network, got {values!r}.", argument=setting.name
                 )
-            numbers = tuple(check_number(value, setting.name, **setting.metadata) for value in values)
+            numbers = tuple(check_number(value, setting.name, *setting.metadata["bounds"]) for value in values)
             object.__setattr__(self, setting.name, numbers)
 
     # --- candidates of a search ---------------------------------------------------------------------------------------
@@ -195,15 +197,12 @@ class Settings:
         return Settings(*(entry[setting.name] for setting in fields(Settings)))
 
     def changed(self) -> dict[str, float]:
-        """Return the settings that differ from their neutral values, keyed by name.
-
-        The onset is left out if the distance has no effect.
-        """
+        """Return the settings that have an effect and differ from their neutral values, keyed by name."""
         return {
             setting.name: getattr(self, setting.name)
             for setting in fields(self)
             if setting.default not in (MISSING, getattr(self, setting.name))
-            and (self.uses_distance or setting.name != "onset")
+            and (self.uses_distance or not setting.metadata["by_distance"])
         }
 
 
