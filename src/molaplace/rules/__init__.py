@@ -2,20 +2,28 @@
 
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
-from molaplace.options import one_of
 from molaplace.rules.calibrated import Calibrated
-from molaplace.rules.distance import PLAIN_RULES, Distance
+from molaplace.rules.distance import Distance
 from molaplace.rules.evidence import Evidence
 from molaplace.rules.objective import Objective
 from molaplace.rules.outliers import Outliers
+from molaplace.rules.rule import RULES as RULES
 from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
 from molaplace.rules.threshold import Threshold
 
 __all__ = ["Calibrated", "Distance", "Evidence", "Objective", "Outliers", "Rule", "Score", "Threshold", "Tuning"]
 
-RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Calibrated()}
-"""Tuning rules by name."""
+RULES |= {
+    "threshold": Threshold(),
+    "nll": Score("nll"),
+    "brier": Score("brier"),
+    "ece": Score("ece"),
+    "crps": Score("crps"),
+    "evidence": Evidence(),
+    "distance": Distance(),
+    "calibrated": Calibrated(),
+}
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
@@ -24,17 +32,9 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     Raise `OptionError` if the rule does not apply to the likelihood, if it needs validation data and none are given, or if validation
     data are given that it does not use.
     """
-    name = likelihood.default_rule if rule is None else rule
-    if isinstance(name, str):
-        chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
-    elif callable(name) and not isinstance(name, type):
-        chosen = rule_of(name)
-    else:
-        raise OptionError(
-            f"must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}.",
-            argument="rule",
-        )
-    label = repr(name) if isinstance(name, str) else type(name).__name__
+    rule = likelihood.default_rule if rule is None else rule
+    chosen = rule_of(rule)
+    label = repr(rule) if isinstance(rule, str) else type(rule).__name__
     if not chosen.applies_to(likelihood):
         known = ", ".join(repr(name) for name, rule in RULES.items() if rule.applies_to(likelihood))
         raise OptionError(

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
-from molaplace.options import check_number, one_of
-from molaplace.rules.evidence import Evidence
+from molaplace.options import check_number
 from molaplace.rules.objective import Distances, Objective
 from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
 from molaplace.rules.search import Scored, as_curve
 from molaplace.rules.threshold import Threshold
-
-PLAIN_RULES: dict[str, Rule] = {
-    "threshold": Threshold(),
-    "nll": Score("nll"),
-    "brier": Score("brier"),
-    "ece": Score("ece"),
-    "crps": Score("crps"),
-    "evidence": Evidence(),
-}
-"""Rules that may come first, by name."""
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Distance exponents tried first. The search then refines the interval in which a limit is first exceeded."""
@@ -56,22 +45,19 @@ class Distance(Rule):
         price: limit on what dividing the logits by the distance may cost on the validation data. By default, the mean confidence may
             fall to the paper's threshold. With a number such as 0.02, the log loss may rise by at most that fraction, here 2 %. For
             regression, the price is given in nats of log loss per output; the default is 0.01.
-        rule: rule (a name or an object) that first chooses the prior precision and the temperature.
+        rule: rule (a name or an object) that first chooses the prior precision and the temperature; by default, "nll".
     """
 
     price: float | None = None
-    rule: Rule | str = "nll"
+    rule: Rule | str = field(default_factory=Score)
 
     def __post_init__(self) -> None:
         if self.price is not None:
             remedy = "With a price of 0.02, the validation log loss may rise by up to 2 %."
             check_number(self.price, "price", 0, 1, remedy)
-        if isinstance(self.rule, str):
-            one_of(self.rule, tuple(PLAIN_RULES), "rule")
-        elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
-            raise OptionError(
-                f"must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.", argument="rule"
-            )
+        object.__setattr__(self, "rule", rule_of(self.rule))
+        if isinstance(self.rule, Distance):
+            raise OptionError(f"must be another rule, such as 'nll', got {self.rule!r}.", argument="rule")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True for every likelihood. For regression, the rule multiplies standard deviations instead of dividing logits."""
@@ -86,7 +72,7 @@ class Distance(Rule):
                 "'distance' needs distances from the training classes. Fit with mola.fit(..., distances=True).",
                 argument="rule",
             )
-        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else rule_of(self.rule)
+        first = rule_of(self.rule)
         if not first.applies_to(likelihood):
             raise OptionError(f"{self.rule!r} does not apply to likelihood {likelihood.name!r}.", argument="rule")
         base = first(objective if first.needs_data else replace(objective, held_out=None))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
-from molaplace.options import counted
+from molaplace.options import counted, one_of
 from molaplace.rules.objective import Objective
 from molaplace.settings import Settings
 
@@ -106,6 +106,14 @@ class FunctionRule(Rule):
         return self.function(objective)
 
 
-def rule_of(value: Rule | Callable[[Objective], Tuning]) -> Rule:
-    """Return a rule as it is, and a plain function as a rule."""
-    return value if isinstance(value, Rule) else FunctionRule(value)
+RULES: dict[str, Rule] = {}
+"""Tuning rules by name, filled in by `molaplace.rules`."""
+
+
+def rule_of(rule: Rule | str | Callable[[Objective], Tuning]) -> Rule:
+    """Return the rule with the given name, a rule object itself, or a plain function as a rule."""
+    if isinstance(rule, Rule):
+        return rule
+    if callable(rule) and not isinstance(rule, type):
+        return FunctionRule(rule)
+    return RULES[one_of(rule, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
