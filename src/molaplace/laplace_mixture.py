@@ -325,16 +325,17 @@ class LaplaceMixture(Predictor):
         return type(self)(**{**self.parts(), "tuning": None, **changes})
 
     def with_settings(self, **values: Any) -> Self:
-        """Return the mixture with some of its settings (`mola.settings.Settings`) replaced."""
+        """Return the mixture with some of its settings replaced, by the names in `mola.settings.Settings`."""
+        if "prior_precision" in values:
+            for component in self.components:
+                component.require_layer("a prior precision")
+            precisions = per_component(values["prior_precision"], len(self.components), "prior_precision")
+            values = {**values, "prior_precision": tuple(precisions)}
         return self.with_parts(settings=replace(self.settings, **values))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float] | Tensor) -> Self:
         """Return the mixture with a different prior precision, given as one number or one number per component."""
-        for component in self.components:
-            component.require_layer("a prior precision")
-        return self.with_settings(
-            prior_precision=per_component(prior_precision, len(self.components), "prior_precision")
-        )
+        return self.with_settings(prior_precision=prior_precision)
 
     def with_temperature(self, temperature: float | Tensor) -> Self:
         """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen predictions."""

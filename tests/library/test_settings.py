@@ -69,6 +69,14 @@ def fitted():
     return mola.fit(networks, [data()], progress=False)
 
 
+def test_any_setting_is_replaced_by_name():
+    posterior = fitted()
+    changed = posterior.with_settings(prior_precision=2.0, temperature=0.7, pooling=0.25)
+    assert changed.settings == posterior.with_prior_precision(2.0).with_temperature(0.7).with_pooling(0.25).settings
+    with pytest.raises(OptionError, match="a plain ensemble has none"):
+        mola.ensemble(posterior.networks).with_settings(prior_precision=2.0)
+
+
 def test_tensors_of_one_number_are_numbers():
     posterior = fitted()
     for change in ("with_temperature", "with_pooling", "with_distance_exponent", "with_prior_precision"):
