@@ -18,6 +18,7 @@ from molaplace.sums import Sums
 from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained
+from tests.reference import closed_form
 from tests.reference import distance as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")  # small problems, at the ends of grids
@@ -94,11 +95,12 @@ class TestAgainstTheFormulas:
         assert_close(careful.aleatoric, torch.minimum(near.aleatoric, careful.entropy), "float64")
 
     @pytest.mark.parametrize("structure", STRUCTURES)
+    @pytest.mark.parametrize("link", closed_form.LINKS)
     @pytest.mark.parametrize(("pooling", "onset"), [(1.0, 1.0), (0.4, 1.4), (0.0, 0.7)])
-    def test_probabilities(self, networks, structure, pooling, onset):
+    def test_probabilities(self, networks, structure, link, pooling, onset):
         weights = [0.5, 0.3, 0.2]
         queries = 4 * torch.randn(30, 3)
-        posterior = tuned(networks, structure=structure, weights=weights).with_prior_precision(0.3)
+        posterior = tuned(networks, rule=Score(grid=[0.3]), structure=structure, link=link, weights=weights)
         posterior = posterior.with_temperature(0.8).with_distance_exponent(1.5, onset=onset).with_pooling(pooling)
         prediction = posterior.predict(queries)
         distance = [reference_distances(network, queries) for network in networks]
@@ -108,10 +110,16 @@ class TestAgainstTheFormulas:
         assert max(divisor.max() for divisor in divisors) > 2  # some inputs are far
         means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
         centre = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
+        centring = np.eye(CLASSES) - 1 / CLASSES
         probs = 0.0
-        for weight, mean, variance, by in zip(weights, means, prediction.logit_variance, divisors, strict=True):
-            pulled = (centre + pooling * (mean - centre)) * by[:, None]  # the reference divides
-            probs = probs + weight * reference.probit(pulled, variance.numpy(), by)
+        for weight, mean, component, by in zip(weights, means, posterior.components, divisors, strict=True):
+            network = component.network
+            phi = torch.cat([features_of(network, queries), torch.ones(len(queries), 1)], 1)
+            covariance = component.spread(phi, 0.3).covariance().numpy() / by[:, None, None] ** 2
+            moments = closed_form.Moments(
+                centre + pooling * (mean - centre), centring @ covariance @ centring, np.einsum("ncc->nc", covariance)
+            )
+            probs = probs + weight * closed_form.LINKS[link](moments)
         assert np.allclose(prediction.probs.numpy(), probs, atol=1e-10)
         relative = [ratios / scale.distance for ratios, scale in zip(distance, scales, strict=True)]
         expected = np.exp(sum(weight * np.log(ratios) for weight, ratios in zip(weights, relative, strict=True)))

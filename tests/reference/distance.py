@@ -1,6 +1,6 @@
 """Distances and cooling by their formulas: numpy, one datum and one class at a time.
 
-It knows nothing of the library: it is given features without the constant 1, logits with their covariances, and labels.
+It knows nothing of the library: it is given features without the constant 1, and labels.
 """
 
 from __future__ import annotations
@@ -67,13 +67,3 @@ def divisors(
             nu = max(1.0, length[k][n] / usual[k][1])
             actual[k][n] = temperature * (rho**exponent * nu**2 if exponent > 0 else 1.0)
     return actual
-
-
-def probit(mean: Array, variance: Array, divisor: Array) -> Array:
-    """Probabilities of logits that are Gaussian, divided, and averaged by MacKay's formula."""
-    probs = []
-    for m, v, s in zip(mean, variance, divisor, strict=True):
-        cooled = (m / s) / np.sqrt(1 + np.pi / 8 * v / s**2)
-        raised = np.exp(cooled - cooled.max())
-        probs.append(raised / raised.sum())
-    return np.array(probs)
