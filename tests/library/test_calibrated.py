@@ -178,13 +178,14 @@ CASES = {
     "few data": {"noise": 2.0, "count": 100, "seed": 1},
     "one network": {"noise": 0.5, "networks": 1},
     "one network, few data": {"noise": 0.5, "networks": 1, "count": 100},
+    "underconfident": {"noise": 0.2, "count": 100, "confidence": 0.5},
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def tuned(request):
-    """Linear networks 1.5 times too confident, plus noise; one in eight validation inputs lies far from all training data."""
-    options = {"networks": 3, "count": 2000, "seed": 0} | CASES[request.param]
+    """Linear networks with logits 1.5 or 0.5 times too large, plus noise; one in eight validation inputs lies far away."""
+    options = {"networks": 3, "count": 2000, "seed": 0, "confidence": 1.5} | CASES[request.param]
     generator = torch.Generator().manual_seed(options["seed"])
 
     def normals(*shape):
@@ -202,7 +203,7 @@ def tuned(request):
     for _ in range(options["networks"]):
         network = nn.Linear(8, 4).double()
         with torch.no_grad():
-            network.weight.copy_(1.5 * truth + options["noise"] * normals(4, 8))
+            network.weight.copy_(options["confidence"] * truth + options["noise"] * normals(4, 8))
             network.bias.zero_()
         networks.append(network)
     training = labelled(2000, far=False)

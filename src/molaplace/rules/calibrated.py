@@ -119,12 +119,6 @@ class Trial:
         return float(self.losses.mean())
 
     @property
-    def penalised(self) -> float:
-        """Mean log loss, plus the share of each datum in the negative log prior of the temperature and the pooling coefficient."""
-        prior = negative_log_prior(math.log(self.temperature), float(self.settings.pooling))
-        return self.loss + float(prior) / len(self.losses)
-
-    @property
     def has_covariance(self) -> bool:
         """True if the prior precision leaves a covariance."""
         return any(precision < NO_COVARIANCE for precision in self.settings.precisions)
@@ -139,10 +133,13 @@ class Search:
     """The steps of the rule for one mixture and its validation data, together with all settings tried so far."""
 
     objective: Objective
+    num_data: float
+    """Number of independent validation data."""
     tried: list[Trial]
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
+        self.num_data = objective.data.num_independent()
         self.tried = []
 
     def ensembles(self) -> tuple[Trial, Trial]:
@@ -162,7 +159,7 @@ class Search:
         """Improve the pooling coefficient and then the prior precision, keeping each change only if its gain is clear."""
         if self.objective.num_networks > 1:
             pooled = self._at_best_temperature(best.settings.candidates(pooling=POOLINGS), best.temperature)
-            middle = float(min(pooled, key=lambda trial: trial.penalised).settings.pooling)
+            middle = float(min(pooled, key=self._penalised).settings.pooling)
             neighbours = [pooling for pooling in (middle - 0.125, middle + 0.125) if 0 <= pooling < 1]
             pooled += self._at_best_temperature(best.settings.candidates(pooling=neighbours), best.temperature)
             best = self._clearly_better(pooled, best)
@@ -206,10 +203,15 @@ class Search:
             [{**row, "prior_precision": row["prior_precision"][0]} for row in rows]
         )  # shared by all networks
 
+    def _penalised(self, trial: Trial) -> float:
+        # Return the mean log loss, plus the share of each datum in the negative log prior of the temperature and the pooling.
+        prior = negative_log_prior(math.log(trial.temperature), float(trial.settings.pooling))
+        return trial.loss + float(prior) / self.num_data
+
     def _clearly_better(self, trials: Sequence[Trial], current: Trial) -> Trial:
-        best = min(trials, key=lambda trial: trial.penalised)
+        best = min(trials, key=self._penalised)
         _, error = paired(current.losses, best.losses, self.objective.data)
-        return best if current.penalised - best.penalised > CLEAR * error else current
+        return best if self._penalised(current) - self._penalised(best) > CLEAR * error else current
 
     def _at_best_temperature(self, candidates: Settings, around: float, width: float = 1.0) -> list[Trial]:
         # Return each candidate at its best temperature. The search starts within a factor of e^width of `around`.
@@ -223,7 +225,7 @@ class Search:
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
             losses = self._losses(candidates, np.exp(logs))
             prior = negative_log_prior(logs)
-            columns = (losses.mean(2).numpy() + prior / losses.shape[2]).argmin(1)
+            columns = (losses.mean(2).numpy() + prior / self.num_data).argmin(1)
             centres = logs[rows, columns]
         chosen = replace(candidates, temperature=torch.from_numpy(np.exp(centres)))
         trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(columns)]

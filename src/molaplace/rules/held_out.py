@@ -89,6 +89,10 @@ class HeldOut(Captured):
         groups: Tensor = torch.unique(self.team.gather(self.team.unique(rows)), return_inverse=True)[1]
         return groups
 
+    def num_independent(self) -> float:
+        """Return the number of independent data of all processes: the number of inputs, however many positions or labels they have."""
+        return self.independent * (int(self.score_groups().max()) + 1)
+
     def accuracy(self) -> tuple[float, float]:
         """Return the mean accuracy of the networks on these data, and its standard error."""
         likelihood = self.likelihood

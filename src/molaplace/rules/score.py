@@ -87,9 +87,9 @@ class Score(Rule):
         correct = scores["correct"][0]
         confidence = scores["confidence"][0]
         gap, error = paired(correct, confidence, objective.data)
-        inputs = int(objective.data.score_groups().max()) + 1
+        num_data = objective.data.num_independent()
         # The error is at least 1 / (count + 2), because it is 0 if all data agree.
-        error = max(error, 1 / (objective.data.independent * inputs + 2))
+        error = max(error, 1 / (num_data + 2))
         if gap <= DOUBTLESS * error:
             return None
         before = best[score]
@@ -101,7 +101,7 @@ class Score(Rule):
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
                 return None  # this also covers links that do not depend on the temperature
             if score == "nll":  # the prior is a density, and comparable only with log losses
-                values = values + torch.from_numpy(negative_log_prior(np.log(tried))) / len(correct)
+                values = values + torch.from_numpy(negative_log_prior(np.log(tried))) / num_data
             temperature = tried[int(values.argmin())]
             step = 9.5 ** (1 / 31)
             low = max(TEMPERATURES[0], temperature / step)
