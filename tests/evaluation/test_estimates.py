@@ -115,3 +115,20 @@ def test_the_area_of_labels_counts_inputs():
     two = mean_area_of_labels(yes.repeat(2), truth.repeat(2), labels, inputs.repeat(2))
     assert (two.value, two.error) == pytest.approx((one.value, one.error))
     assert mean_area_of_labels(yes, torch.ones(400), torch.zeros(400), inputs) is None
+
+
+def test_the_error_of_the_area_of_labels_is_that_of_leaving_out_one_input():
+    """Labels of one input depend on each other: here the second label is likely where the first is not."""
+    shared, *noise = draws(300, 300, 300, seed=4)
+    scores = torch.stack([shared + noise[0], noise[1] - shared])
+    truth = (scores + 1.5 * torch.stack([shared, -shared]) + torch.stack(draws(300, 300, seed=5)) > 0.3).double()
+    labels = torch.arange(2)[:, None].expand(2, 300)
+    inputs = torch.arange(300).expand(2, 300)
+
+    def area(left_out=-1):
+        kept = inputs != left_out
+        return mean_area_of_labels(scores[kept], truth[kept], labels[kept], inputs[kept])
+
+    without_one = torch.tensor([area(index).value for index in range(300)])
+    jackknife = math.sqrt(299 / 300 * float((without_one - without_one.mean()).square().sum()))
+    assert area().error == pytest.approx(jackknife, rel=0.02)
