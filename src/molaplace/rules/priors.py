@@ -5,8 +5,8 @@ therefore have a half-normal prior that is highest at the plain ensemble,
 
 .. math:: -\log p(T, c) = \frac12 \Big(\frac{\min(0, \log T)}{0.5}\Big)^2 + \frac12 \Big(\frac{1 - c}{0.5}\Big)^2 .
 
-A choice on n independent validation data minimises the mean log loss minus :math:`\log p / n`. The prior has no effect at :math:`T \ge 1` and c = 1,
-and hardly any with thousands of data.
+A choice on n independent validation data minimises the mean log loss minus :math:`\log p / n`. The prior has no effect at
+:math:`T \ge 1` and c = 1, and hardly any with thousands of data.
 """
 
 from __future__ import annotations
