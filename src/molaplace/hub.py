@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import nn
 from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
 from molaplace.posterior import MoLA
+from molaplace.saving.files import replacing
 from molaplace.saving.posterior import load_posterior
 from molaplace.saving.schema import Optional, check, parse
 from molaplace.saving.weights import load_weights, save_weights
@@ -92,9 +92,7 @@ def save(
     target = Path(folder).resolve()
     if (target / CONFIG).exists():
         _read_config(target)  # raises StorageError for a folder written by another library
-    target.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target, prefix=".saving-") as temporary:
-        new = Path(temporary)
+    with replacing(target, CONFIG, FOLDERS) as new:
         networks = [
             _save_network(network, new / "networks" / str(index)) for index, network in enumerate(posterior.networks)
         ]
@@ -109,14 +107,6 @@ def save(
         (new / CARD).write_text(text, encoding="utf-8")
         config = {"format": FORMAT, "version": VERSION, "library_name": "molaplace", "classes": outputs}
         (new / CONFIG).write_text(json.dumps({**config, "networks": networks}, indent=2), encoding="utf-8")
-        # Without a configuration, a folder whose replacement is interrupted cannot be loaded as a mixture of two models.
-        (target / CONFIG).unlink(missing_ok=True)
-        for entry in FOLDERS:
-            shutil.rmtree(target / entry, ignore_errors=True)
-            if (new / entry).exists():
-                (new / entry).rename(target / entry)
-        (new / CARD).replace(target / CARD)
-        (new / CONFIG).replace(target / CONFIG)
     return target
 
 

@@ -19,7 +19,9 @@ from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.methods import networks_alone, noise_factors
 from molaplace.errors import MolaWarning
+from molaplace.progress import no_progress
 from molaplace.report.words import evaluation_findings
+from molaplace.report.writing import write_evaluation
 from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
 from tests.pages import Page
@@ -85,6 +87,27 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     for name in found["methods"]:
         assert name in page
     assert list((tmp_path / "report" / "figures").glob("*.png"))
+
+
+@pytest.mark.parametrize("kind", ["classes"], indirect=True)
+def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
+    def write(*data, progress=no_progress):
+        comparison = run_evaluate(kind.open(), to_evaluate(*data))
+        write_evaluation(comparison, comparison.document(), tmp_path, progress)
+
+    def stop(words, share):
+        if share > 0.3:
+            raise KeyboardInterrupt(words)
+
+    write("test.npz")
+    (tmp_path / "figures" / "stale.svg").write_text("of an older report")
+    old = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(KeyboardInterrupt):
+        write("test.npz", progress=stop)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == old
+    write("test.npz", "far.npz")
+    assert not (tmp_path / "figures" / "stale.svg").exists()
+    assert all((tmp_path / name).read_bytes() != old[tmp_path / name] for name in ("index.html", "numbers.json"))
 
 
 @pytest.mark.parametrize("kind", NAMES, indirect=True)

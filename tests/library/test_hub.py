@@ -1,5 +1,6 @@
 """Folders for a model hub: what is written can be read back, the card is what hubs read, and damage is noticed."""
 
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from molaplace import hub
 from molaplace.errors import OptionError, StorageError
 from molaplace.evaluation import Estimate, Evaluation
 from tests.closeness import assert_close
+from tests.library.test_saving import stopped_at
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -210,6 +212,24 @@ def test_saving_again_replaces_the_old_model(tmp_path, posterior):
         ".gitattributes", "README.md", "config.json", "networks", "posterior"
     ]  # fmt: skip
     assert hub.load(folder, build).components[0].layer.sums.count == len(X), "the old model is still readable"
+
+
+def test_a_save_that_stops_anywhere_leaves_a_model_or_none(tmp_path, posterior):
+    """A process is killed at each of its changes of the file system, or one change is refused."""
+    single = mola.fit(build(), [(X, Y)], progress=False)
+    old = hub.save(posterior, tmp_path / "old")
+    counts = []
+    for step, refused in itertools.product(range(0, 100, 2), (True, False)):
+        folder = shutil.copytree(old, tmp_path / f"{step}-{refused}")
+        finished = stopped_at(step, lambda folder=folder: hub.save(single, folder), refused=refused)
+        if finished:
+            counts.append(len(hub.load(folder, build).networks))
+            break
+        if refused or (folder / "config.json").exists():
+            counts.append(len(hub.load(folder, build).networks))
+            assert counts[-1] == 2
+    assert len(counts) > 10
+    assert counts[-1] == 1
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import sys
 import time
 import warnings
 from argparse import Namespace
@@ -16,7 +17,7 @@ from torch import nn
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import fit
 from molaplace.saving import files
-from molaplace.saving.files import kind_of, read_folder, write_folder
+from molaplace.saving.files import kind_of, read_folder, replacing, write_folder
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
 from molaplace.saving.schema import parse, sealed
 from molaplace.saving.weights import load_weights, read_metadata, read_state, save_weights
@@ -107,6 +108,77 @@ def test_a_crash_while_saving_leaves_the_old_state_or_the_new(owner, name, call,
     assert holds(tmp_path, NEW)
 
 
+STATES = (
+    {"page": "old", "numbers": "old", "figures/a": "old", "figures/b": "old"},
+    {"page": "new", "numbers": "new", "figures/a": "new", "models/0": "new"},
+)
+
+
+def replace_files(folder, state):
+    with replacing(folder, "page", ("figures", "models")) as new:
+        for name, text in state.items():
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_text(text)
+
+
+def visible_files(folder):
+    """Contents of all files except those of interrupted replacements."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.relative_to(folder).as_posix()[0] == "."]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+
+
+@pytest.mark.parametrize("outcome", ["killed", "refused"])
+def test_a_replacement_that_stops_anywhere_leaves_one_state(outcome, tmp_path, monkeypatch):
+    old, new = STATES
+    outcomes = []
+    for step in range(100):
+        folder = tmp_path / str(step)
+        replace_files(folder, old)
+        (folder / "notes").write_text("the user's")
+        finished = stopped_at(step, lambda folder=folder: replace_files(folder, new), refused=outcome == "refused")
+        files = visible_files(folder)
+        assert files.pop("notes") == "the user's"
+        outcomes.append(files)
+        if outcome == "refused" and not finished:
+            assert files == old
+        assert files in (old, new) or "page" not in files
+        if finished:
+            break
+    assert outcomes[0] == old
+    assert outcomes[-1] == new
+    assert len(outcomes) > 10
+
+
+def stopped_at(step, action, *, refused=False):
+    """Run an action in a process that is killed at its given change of the file system, or to which this change is refused.
+
+    Returns True if the action was finished.
+    """
+
+    def run():
+        changes = []
+
+        def watch(event, arguments):
+            if event == "os.rename" or (event == "open" and arguments[2] & os.O_CREAT):
+                changes.append(event)
+                if len(changes) == step + 1 and refused:
+                    raise PermissionError(13, "refused")
+                if len(changes) == step + 1:
+                    os._exit(9)
+
+        sys.addaudithook(watch)
+        try:
+            action()
+        except PermissionError:
+            os._exit(9)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
 # --- several processes --------------------------------------------------------------------------------------------------
 
 
@@ -126,8 +198,8 @@ def read_repeatedly(folder, seconds, results):
             document, tensors = read_folder(folder, "swag", {"rank": int})
             if not torch.equal(tensors["a"], torch.full((200,), float(document["rank"]))):
                 errors.append("a mixture of two states")
-        except StorageError as error:
-            errors.append(str(error))
+        except Exception as error:
+            errors.append(repr(error))
     results.put((reads, errors))
 
 

@@ -287,5 +287,5 @@ def check_writable(path: Path) -> None:
 def check_report_folder(output: Path) -> None:
     """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
     names = contents(output, "report")
-    if set(names) - {"figures"} and "index.html" not in names:
+    if names and "index.html" not in names:
         raise OptionError(f"{output} contains other files ({listed(names, 3)}) but no report. Choose another --output.")

@@ -22,7 +22,7 @@ from molaplace.report.pictures import draw_examples, example_sets
 from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Table, columns_on
 from molaplace.report.words import evaluation_remarks
-from molaplace.report.writing import as_json, draw_figures, page_environment, render_page, write_texts, writing_to
+from molaplace.report.writing import PAGE, as_json, draw_figures, page_environment, render_page, replacing_report, write_texts
 
 ROTATED = with_digits({"accuracy": 1, "nll": 2, "ece": 1})
 """Metrics in the table of rotated digits."""
@@ -41,13 +41,14 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = no_prog
 
     The files are `index.html`, `numbers.json`, `figures/<name>.svg` and `.png`, and `networks/digits-<k>.safetensors`.
     """
-    with writing_to(directory):
-        figures = draw_figures(demo_figures(result), directory, progress)
-        (directory / NETWORKS).mkdir(exist_ok=True)
+    with replacing_report(directory) as folder:
+        figures = draw_figures(demo_figures(result), folder, progress)
+        (folder / NETWORKS).mkdir()
         for index, network in enumerate(result.networks):
-            save_file(network.state_dict(), directory / NETWORKS / f"digits-{index}.safetensors")
-        texts = {"numbers.json": as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
-        return write_texts(texts, directory)
+            save_file(network.state_dict(), folder / NETWORKS / f"digits-{index}.safetensors")
+        texts = {"numbers.json": as_json(result.numbers()), PAGE: demo_page(result, list(figures.values()))}
+        write_texts(texts, folder)
+    return directory / PAGE
 
 
 def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:

@@ -24,6 +24,9 @@ from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.figures import evaluation_figures
 from molaplace.report.style import INK, Drawn, Planned, render, strokes
 from molaplace.report.tables import as_html, as_markdown
+from molaplace.saving.files import replacing
+
+PAGE = "index.html"
 
 
 def write_evaluation(
@@ -34,11 +37,11 @@ def write_evaluation(
     lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(comparison).items()]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
     lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
-    with writing_to(directory):
-        figures = draw_figures(evaluation_figures(comparison), directory, progress)
+    with replacing_report(directory) as folder:
+        figures = draw_figures(evaluation_figures(comparison), folder, progress)
         page = evaluation_page(comparison, list(figures.values()))
-        texts = {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}
-        return write_texts(texts, directory)
+        write_texts({"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), PAGE: page}, folder)
+    return directory / PAGE
 
 
 def draw_figures(figures: Mapping[str, Planned], directory: Path, progress: Progress) -> dict[str, Drawn]:
@@ -54,11 +57,10 @@ def draw_figures(figures: Mapping[str, Planned], directory: Path, progress: Prog
     return drawn
 
 
-def write_texts(texts: Mapping[str, str], directory: Path) -> Path:
-    """Write the files of a report, keyed by name, and return the path of the page."""
+def write_texts(texts: Mapping[str, str], directory: Path) -> None:
+    """Write the files of a report, keyed by name."""
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
-    return directory / "index.html"
 
 
 def as_json(numbers: dict[str, Any]) -> str:
@@ -67,10 +69,14 @@ def as_json(numbers: dict[str, Any]) -> str:
 
 
 @contextmanager
-def writing_to(directory: Path) -> Iterator[None]:
-    """Turn errors of the file system into an `OptionError` that names the directory."""
+def replacing_report(directory: Path) -> Iterator[Path]:
+    """Yield an empty folder for a new report, which replaces the report in the directory once it is complete.
+
+    Errors of the file system become an `OptionError` that names the directory.
+    """
     try:
-        yield
+        with replacing(directory, PAGE) as folder:
+            yield folder
     except OSError as error:
         raise OptionError(
             f"cannot write the report to {directory} ({error.strerror}): free some disk space or choose another output folder."

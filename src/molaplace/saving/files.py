@@ -15,9 +15,10 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
@@ -56,6 +57,31 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file atomically, so that readers see either the old content or the new content in full."""
     with partial_file(path) as partial:
         partial.write_bytes(content)
+
+
+@contextmanager
+def replacing(target: Path, marker: str, folders: Collection[str] = ()) -> Iterator[Path]:
+    """Yield an empty folder inside `target`. On success, the files and folders written there replace those of `target`.
+
+    On an error, `target` is unchanged. Without its marker, such as "index.html", `target` counts as incomplete: the old marker is
+    removed first and the new one is added last, so that even a process that is killed never leaves a mixture of the old and the new
+    state under a marker. Of the old `folders`, those that the new state lacks are removed as well.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target, prefix=".saving-") as temporary, ExitStack() as undo:
+        new = Path(temporary, "new")
+        old = Path(temporary, "old")
+        new.mkdir()
+        old.mkdir()
+        yield new
+        names = sorted(({path.name for path in new.iterdir()} | set(folders)) - {marker})
+        moves = [(target / name, old / name) for name in (marker, *names)]
+        moves += [(new / name, target / name) for name in (*names, marker)]
+        for source, destination in moves:
+            if source.exists():
+                source.rename(destination)
+                undo.callback(destination.rename, source)
+        undo.pop_all()
 
 
 def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:

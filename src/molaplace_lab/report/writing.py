@@ -14,7 +14,7 @@ from molaplace.progress import Progress, no_progress
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
 from molaplace.report.words import DESCRIPTIONS
-from molaplace.report.writing import draw_figures, page_environment, render_page, write_texts, writing_to
+from molaplace.report.writing import PAGE, draw_figures, page_environment, render_page, replacing_report, write_texts
 from molaplace_lab.report.figures import suite_figures
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import LEADS
@@ -78,8 +78,8 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
     planned = {suite.name: suite_figures(suite) for suite in suites}
     files = {(suite, name): _file_name(suite, name) for suite, figures in planned.items() for name in figures}
     made_by = f"Made by `python -m molaplace_lab report {' '.join(planned)}` with molaplace {mola.__version__}."
-    with writing_to(directory):
-        drawn = draw_figures({file: planned[suite][name] for (suite, name), file in files.items()}, directory, progress)
+    with replacing_report(directory) as folder:
+        drawn = draw_figures({file: planned[suite][name] for (suite, name), file in files.items()}, folder, progress)
         reports = [
             SuiteReport(
                 suite, suite_tables(suite), {name: drawn[files[suite.name, name]] for name in planned[suite.name]}
@@ -88,9 +88,10 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
         ]
         texts = {
             "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
-            "index.html": suites_page(reports, made_by),
+            PAGE: suites_page(reports, made_by),
         }
-        return write_texts(texts, directory)
+        write_texts(texts, folder)
+    return directory / PAGE
 
 
 def _file_name(suite: str, name: str) -> str:
