@@ -28,8 +28,15 @@ from molaplace.errors import MolaError, importing
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
 with importing("the explorer", "gradio", "explore"):
     import gradio as gr
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import PlainTextResponse
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 HOST = "127.0.0.1"
+INTERFACE = ("/gradio_api/startup-events", "/gradio_api/component_server")
+"""Routes of gradio's interface that the page needs: the first is called by `launch`, the second by `server.look` in `page.js`."""
+
 EXPLORED_METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
@@ -51,6 +58,23 @@ def percent(share: float) -> str:
 ASSETS = Path(__file__).with_name("assets")
 TEMPLATES = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, trim_blocks=True)
 TEMPLATES.filters["percent"] = percent
+
+
+class PageRoutes:
+    """ASGI middleware that refuses requests which the page does not make: gradio's other routes accept files or write to the disk."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on or answer it with status 404."""
+        if scope["type"] == "http":
+            is_interface = scope["path"].startswith("/gradio_api")
+            allowed = scope["path"].rstrip("/") in INTERFACE if is_interface else scope["method"] in ("GET", "HEAD")
+            if not allowed:
+                await PlainTextResponse("Not Found", status_code=404)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class Explorer:
@@ -172,5 +196,12 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
         pwa=False,
         enable_monitoring=False,
         max_file_size=1,  # the page uploads nothing
+        app_kwargs={
+            "middleware": [
+                # A website whose name is rebound to this machine's address sends its own name as the host.
+                Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False),
+                Middleware(PageRoutes),
+            ]
+        },
     )
     return page, address
