@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
+import json
 import math
 import os
 import re
@@ -13,9 +15,10 @@ import socket
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -254,6 +257,40 @@ def test_only_this_machine_reaches_the_server(address):
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     listening = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+def status(address, path="/", method="GET", host=None, body=None):
+    headers = {"Host": host or urlsplit(address).netloc, "Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)) as connection:
+        connection.request(method, path, body, headers)
+        with connection.getresponse() as response:
+            return response.status
+
+
+LOOK = "/gradio_api/component_server/"
+
+
+def test_other_hosts_are_refused(address):
+    """A website may resolve its own name to this machine (DNS rebinding); the browser then sends that name."""
+    for path in ("/", "/config", "/theme.css", LOOK):
+        for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", "[::1]"):
+            assert status(address, path, host=host) == 400
+    assert status(address) == status(address, host="localhost") == status(address, "/config") == 200
+
+
+def test_routes_that_the_page_does_not_need_are_refused(address):
+    request = {"data": {}, "component_id": 1, "fn_name": "look", "session_hash": "a"}
+    assert status(address, LOOK, "POST", body=json.dumps(request)) == 200
+    refused = [
+        ("GET", "/gradio_api/deep_link?session_hash=a"),
+        ("GET", "/gradio_api/file=/etc/hostname"),
+        ("POST", "/login"),
+    ]
+    refused += [
+        ("POST", f"/gradio_api/{name}")
+        for name in ("upload", "queue/join", "run/look", "process_recording", "vibe-edit")
+    ]
+    assert {status(address, path, method, body="{}") for method, path in refused} == {404}
 
 
 def test_mistakes_are_one_line(mola_command, tmp_path, fitted):
