@@ -7,6 +7,7 @@ with inputs prepared for another posterior. The `job.toml` file next to the docu
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -42,8 +43,19 @@ RESULT = {
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
     "preprocessing": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
     "images": str,
-    "validation": Optional({"outlier_threshold": float}),
+    "left_out": int,
+    "versions": {str: str},
+    "validation": Optional(
+        {"count": int, "outlier_threshold": float, "false_alarm_rate": float, "metrics": {str: float}}
+    ),
 }
+
+MAX_INPUT = 2**28
+"""Largest number of values in one input."""
+
+MAX_OUTPUTS = 2**20
+"""Largest number of outputs of a network."""
+
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
 
@@ -127,6 +139,13 @@ def open_posterior(
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
+    try:
+        preprocessing = Preprocessing.from_plain(result["preprocessing"])
+        example = example_of(result)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StorageError(f"{path} is damaged: its inputs cannot be prepared ({error}).") from error
+    if result["outputs"] > MAX_OUTPUTS:
+        raise StorageError(f"{path} is damaged: expected at most {MAX_OUTPUTS:,} outputs, got {result['outputs']:,}.")
     if not network:
         require_trust(job.network, path, "--network", trust=trust)
     try:
@@ -142,8 +161,8 @@ def open_posterior(
     return PosteriorFolder(
         posterior=move(posterior, device),
         classes=tuple(result["classes"]) or None,
-        example=example_of(result),
-        preprocessing=Preprocessing.from_plain(result["preprocessing"]),
+        example=example,
+        preprocessing=preprocessing,
         document=document,
         job=job,
         folder=path,
@@ -181,6 +200,8 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 def example_of(result: dict[str, Any]) -> Any:
     """Return a batch of 2 all-zero inputs. Masks are filled with ones, because a fully masked input gives NaN."""
+    if any(math.prod(tensor["shape"]) > MAX_INPUT for tensor in result["inputs"]):
+        raise StorageError(f"expected inputs of at most {MAX_INPUT:,} values.")
     tensors = {
         tensor["name"]: (torch.ones if "mask" in tensor["name"] else torch.zeros)(
             2, *tensor["shape"], dtype=getattr(torch, tensor["dtype"])

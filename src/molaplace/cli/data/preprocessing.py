@@ -14,6 +14,9 @@ import torch
 from molaplace.cli.job import Job
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
+from molaplace.options import one_of, whole_number
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Preprocessing:
     batch_size: int = 256
     workers: int = 2
     """Number of threads that decode images."""
+
+    def __post_init__(self) -> None:
+        whole_number(self.batch_size, "batch_size")
+        whole_number(self.workers, "workers")
+        one_of(self.dtype, FLOATS, "dtype")
 
     @property
     def prepare(self) -> Preparation:
