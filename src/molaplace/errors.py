@@ -15,6 +15,18 @@ PACKAGES = ("molaplace", "molaplace_lab")
 """Packages whose frames are not the user's code."""
 
 
+CONTROLS = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\t"), ord("\n")},
+    "\N{REPLACEMENT CHARACTER}",
+)
+"""Replacements of control characters, by which text can move the cursor, recolour a terminal or reverse what follows it."""
+
+
+def printable(text: str) -> str:
+    """Replace control characters, except tabs and newlines, in text that may come from a stranger's file."""
+    return text.translate(CONTROLS)
+
+
 class MolaError(Exception):
     """Base class of every error that this library raises deliberately.
 
@@ -32,7 +44,7 @@ class MolaError(Exception):
 
     def __str__(self) -> str:
         sentence = self.message if self.argument is None else f"{self.argument} {self.message}"
-        return sentence if self.place is None else f"{self.place}: {sentence}"
+        return printable(sentence if self.place is None else f"{self.place}: {sentence}")
 
 
 class OptionError(MolaError, ValueError):
@@ -104,7 +116,7 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in PACKAGES:
         frame = frame.f_back
         depth += 1
-    warnings.warn(message, MolaWarning, stacklevel=depth)
+    warnings.warn(printable(message), MolaWarning, stacklevel=depth)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from molaplace.errors import StorageError
+from molaplace.errors import StorageError, printable
 
 SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
 
@@ -27,14 +27,25 @@ class Optional:
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """Parse JSON text; raise a `StorageError` that names the file if the text is invalid or too deeply nested."""
+    """Parse JSON text, in which control characters are replaced.
+
+    Raises a `StorageError` that names the file if the text is invalid or too deeply nested.
+    """
     try:
-        return json.loads(content)
+        return _printable(json.loads(content))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise StorageError(
-            f"{name} is not readable JSON ({reason}): the file is truncated or was not written by molaplace."
-        ) from error
+        raise StorageError(f"{name} is not readable JSON ({reason}). The file is truncated or damaged.") from error
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    if isinstance(value, dict):
+        return {printable(name): _printable(inner) for name, inner in value.items()}
+    return value
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
@@ -44,7 +55,9 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document with a checksum of its content; the checksum does not depend on the file's formatting."""
-    plain = json.loads(json.dumps(document))  # as read back from a file, with tuples as lists and keys as strings
+    plain = parse(
+        json.dumps(document), "the document"
+    )  # as read back from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 
 

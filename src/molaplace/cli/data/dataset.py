@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.distributed import Team
-from molaplace.errors import DataError
+from molaplace.errors import DataError, printable
 from molaplace.network import Inputs
 from molaplace.options import counted
 
@@ -92,7 +92,7 @@ class SkippedInputs:
             lines += [f"  {name}: {words}" for name, words in list(entries.items())[:shown]]
             if len(entries) > shown:
                 lines.append(f"  and {len(entries) - shown} more")
-        return lines
+        return [printable(line) for line in lines]
 
     def together(self, team: Team) -> SkippedInputs:
         """Return one record that combines the records of all processes."""
