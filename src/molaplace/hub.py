@@ -28,7 +28,8 @@ from molaplace.evaluation import Evaluation
 from molaplace.posterior import MoLA
 from molaplace.saving.files import replacing
 from molaplace.saving.posterior import load_posterior
-from molaplace.saving.schema import Optional, check, parse
+from molaplace.saving.pretrained import load_pretrained, read_config
+from molaplace.saving.schema import Optional, check
 from molaplace.saving.weights import load_weights, save_weights
 
 FORMAT = "molaplace-hub-folder"
@@ -172,10 +173,9 @@ def load(
 def is_hub_folder(folder: str | Path) -> bool:
     """Return whether the folder was written by `save`."""
     try:
-        config = json.loads((Path(folder) / CONFIG).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return bool(read_config(Path(folder) / CONFIG).get("format") == FORMAT)
+    except StorageError:  # the folder of a posterior has no configuration, and that of another library may have any
         return False
-    return isinstance(config, dict) and config.get("format") == FORMAT
 
 
 def _download(repository: str, revision: str | None) -> Path:
@@ -270,13 +270,8 @@ def _save_network(network: nn.Module, directory: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    try:
-        config = parse(path.read_bytes(), path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be read ({error.strerror}). Expected a folder written by mola.hub.save."
-        ) from error
-    if not isinstance(config, dict) or (config.get("format"), config.get("version")) != (FORMAT, VERSION):
+    config = read_config(path)
+    if (config.get("format"), config.get("version")) != (FORMAT, VERSION):
         raise StorageError(
             f"{path} was not written by this version of molaplace: expected the format {FORMAT!r} with version {VERSION}. Update "
             f"molaplace, or use a separate folder."
@@ -302,11 +297,10 @@ def _load_network(directory: Path, entry: dict[str, Any], build: Any) -> nn.Modu
         network = network if dtype is None else network.to(dtype)
         load_weights(network, directory / WEIGHTS)
         return network.eval()
-    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
-    if str(getattr(build, "__module__", "")).startswith("transformers.models.auto"):
-        options["trust_remote_code"] = False  # otherwise transformers offers to run code from the folder
     try:
-        network = build.from_pretrained(directory, **options)
+        network = load_pretrained(build, directory, dtype=dtype)
+    except StorageError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{directory} is damaged or incomplete: {error} Download the folder again.") from error
     return network.eval()

@@ -89,7 +89,7 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="contains a ViTModel: expected a classifier"):
         build_networks([str(hub_folder(tmp_path / "bare", "ViTModel"))])
     (tmp_path / "vit" / "config.json").write_text("{")
-    with pytest.raises(StorageError, match=r"config\.json is not a valid JSON"):
+    with pytest.raises(StorageError, match=r"config\.json is not readable JSON"):
         build_networks([str(tmp_path / "vit")])
 
 

@@ -11,7 +11,6 @@ One name with K weight files gives K networks, and so do K names. Only the user'
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from molaplace.demo.data import digits_network
 from molaplace.errors import MolaError, OptionError, StorageError, importing
 from molaplace.imported import import_builder
 from molaplace.options import counted, did_you_mean
+from molaplace.saving.pretrained import load_pretrained, read_config
 from molaplace.saving.weights import load_weights
 
 MLP = "mlp"
@@ -142,19 +142,11 @@ def _imported(name: str) -> nn.Module:
     return getattr(network, "_orig_mod", network)  # unwrap the module, because torch.compile hides its layers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} is not a valid JSON file: {error}.") from error
-    return content
-
-
 def load_transformers(folder: Path) -> nn.Module:
     """Return a classifier from a Hugging Face folder."""
     if not (folder / CONFIG).is_file():
         raise OptionError(f"{folder} contains no {CONFIG}. Pass a folder written by save_pretrained.")
-    architectures = _read_json(folder / CONFIG).get("architectures") or ["none"]
+    architectures = read_config(folder / CONFIG).get("architectures") or ["none"]
     kind = next((KINDS[end] for end in KINDS if str(architectures[0]).endswith(end)), None)
     if kind is None:
         raise OptionError(
@@ -163,9 +155,9 @@ def load_transformers(folder: Path) -> nn.Module:
     with importing("a Hugging Face folder", "transformers", "hub"):
         import transformers
     try:
-        network, info = getattr(transformers, kind).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+        network, info = load_pretrained(getattr(transformers, kind), folder, output_loading_info=True)
+    except StorageError:
+        raise
     except Exception as error:  # damaged files can raise many kinds of error
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
@@ -181,13 +173,13 @@ def load_transformers(folder: Path) -> nn.Module:
 
 def folder_hints(folder: Path) -> tuple[Preprocessing, tuple[str, ...] | None]:
     """Return the image preparation and the class names that a Hugging Face folder specifies, if any."""
-    names = _read_json(folder / CONFIG).get("id2label") or {}
+    names = read_config(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
         classes = None  # placeholders that transformers inserts
     if not (folder / PROCESSOR).is_file():
         return Preprocessing(), classes
-    processor = _read_json(folder / PROCESSOR)
+    processor = read_config(folder / PROCESSOR)
     resize = _side(processor.get("size")) if processor.get("do_resize", True) else None
     crop = None
     if processor.get("do_center_crop", False):
