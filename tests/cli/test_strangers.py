@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
+import signal
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from molaplace.cli.folder import open_posterior
+from molaplace.cli.data.image_files import most_frequent_form
+from molaplace.cli.data.opening import open_dataset
+from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.folder import open_posterior, read_information
 from molaplace.cli.networks import build_networks
-from molaplace.errors import OptionError, StorageError
+from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.imported import import_builder, import_function
+from molaplace.saving.posterior import load_posterior
+from molaplace.saving.pretrained import load_pretrained
+from molaplace.saving.schema import sealed
 from molaplace.saving.weights import load_weights
 from tests.workspace import job_for, run_fit, with_job
 
@@ -140,6 +149,105 @@ def test_code_in_a_folder_of_transformers_is_not_run(tmp_path, kind):
     with pytest.raises(StorageError, match="cannot be loaded by transformers"):
         build_networks([str(tmp_path)])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"attn_implementation": "kernels-community/flash-attn"},
+        {"_attn_implementation": "paged|user/kernel@v1:forward"},
+        {"attn_implementation": {"vision_config": "user/kernel"}},
+        {"vision_config": {"experts_implementation": "user/kernel"}},
+    ],
+)
+def test_a_folder_of_transformers_cannot_name_a_kernel_to_download(tmp_path, entry, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    build_networks([str(tmp_path)])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)  # never called
+    with pytest.raises(StorageError, match=r"names the kernel.*download and run"):
+        build_networks([str(tmp_path)])
+    with pytest.raises(StorageError, match=r"names the kernel.*download and run"):
+        load_pretrained(transformers.AutoModelForImageClassification, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.npz", "listed.csv", "folder"])
+def test_pipes_are_no_data(tmp_path, name):
+    (tmp_path / "folder" / "cat").mkdir(parents=True)
+    (tmp_path / "listed.csv").write_text("path,label\npipe.png,0\n")
+    for pipe in ("data.csv", "data.npz", "pipe.png", "folder/cat/pipe.png"):
+        os.mkfifo(tmp_path / pipe)
+    signal.alarm(60)
+    try:
+        with pytest.raises(DataError):
+            most_frequent_form(open_dataset(str(tmp_path / name), Preprocessing(), labelled=True))
+    finally:
+        signal.alarm(0)
+
+
+CONTROLS = "\x1b[2J\x9b31m\u202eevil\r\x07"
+
+
+def reseal(folder, **entries):
+    path = folder / "posterior.json"
+    document = json.loads(path.read_text())
+    for name, value in entries.items():
+        *way, last = name.split("__")
+        inner = document
+        for key in way:
+            inner = inner[key]
+        inner[last] = value
+    path.write_text(json.dumps(document | {"sha256": sealed(document)["sha256"]}))
+    return folder
+
+
+def control_characters(text):
+    """Control characters in a text."""
+    return [character for character in text if unicodedata.category(character) == "Cc" and character not in "\n\t"] + [
+        character for character in text if character in "\u202a\u202b\u202c\u202d\u202e"
+    ]
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_text_of_a_posterior_is_shown_without_control_characters(download, mola_command, as_json):
+    names = [f"{CONTROLS}{index}" for index in range(3)]
+    folder = reseal(
+        download.posterior("evil:build"),
+        tuning__summary=CONTROLS, tuning__notes=[CONTROLS], job__result__classes=names, job__result__images=CONTROLS,
+    )  # fmt: skip
+    code, words, _ = mola_command("info", folder, *as_json)
+    assert code == 0
+    assert "evil" in words
+    assert control_characters(words) == []
+    assert control_characters(repr(read_information(folder))) == []
+    for entries in ({"kind": CONTROLS}, {"link__name": CONTROLS}):
+        with pytest.raises(StorageError, match="evil") as refusal:
+            load_posterior(reseal(folder, **entries), [nn.Identity()] * 3)
+        assert control_characters(str(refusal.value)) == []
+
+
+ABSURD = {
+    "job__result__outputs": 2**60,
+    "job__result__inputs": [{"name": "", "shape": [2**40], "dtype": "float32"}],
+    "job__result__preprocessing__batch_size": 0,
+    "job__result__preprocessing__workers": 0,
+    "job__result__preprocessing__dtype": "load",
+    "job__result__validation": {"outlier_threshold": 1.0},
+    "link": {"name": "mc", "samples": 10**12},
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_numbers_in_a_posterior_are_refused(download, name):
+    folder = download.posterior("evil:build")
+    assert open_posterior(folder, trust=True).outputs == 3
+    with pytest.raises(StorageError, match=r"damaged|contains no posterior"):
+        open_posterior(reseal(folder, **{name: ABSURD[name]}), trust=True)
 
 
 class Hostile:

@@ -4,16 +4,20 @@ import copy
 import json
 import os
 import random
+import signal
 
 import pytest
 import torch
 from torch import nn
 
+import molaplace as mola
+from molaplace import export, hub
 from molaplace.errors import MolaError, StorageError
 from molaplace.links import MonteCarlo
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from molaplace.saving.posterior import load_posterior, save_posterior
+from molaplace.saving.pretrained import read_config
 from molaplace.saving.schema import Optional, sealed
 from molaplace.saving.weights import load_weights, read_metadata, save_weights
 from tests.library.test_saved_posteriors import FAR, posterior, three, tuned
@@ -179,7 +183,7 @@ FOREIGN = {
     "another kind": ({"kind": "mimo"}, "expected a saved swag.*saved mimo"),
     "no tensors": (
         {"tensors": {"file": "tensors-0123456789abcdef.safetensors", "sha256": ""}},
-        "missing.*whole folder",
+        "No such file.*whole folder",
     ),
     "a null byte": ({"tensors": {"file": "a\0b", "sha256": ""}}, "did not write"),
 }
@@ -264,3 +268,37 @@ def test_damaged_weights_are_refused(form, tmp_path):
             continue
         except Exception as error:
             raise AssertionError(f"at {place}") from error
+
+
+# --- what is no file, or a file without end -------------------------------------------------------------------------------
+
+
+def zeros(path):
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(2**42)
+
+
+@pytest.mark.parametrize("replace", [os.mkfifo, zeros, sparse, os.mkdir])
+@pytest.mark.parametrize("name", ["posterior.json", "tensors", "config.json", "weights", "exported", "preprocessor"])
+def test_devices_pipes_and_endless_files_are_refused_at_once(name, replace, tmp_path):
+    make_posterior(tmp_path)
+    (tensors,) = tmp_path.glob("*.safetensors")
+    path = tensors if name == "tensors" else tmp_path / name
+    path.unlink(missing_ok=True)
+    replace(path)
+    read = {
+        "config.json": lambda: hub.load(tmp_path),
+        "weights": lambda: load_weights(nn.Sequential(*small(2)), path),
+        "exported": lambda: export.load(path),
+        "preprocessor": lambda: read_config(path),
+    }
+    signal.alarm(60)
+    try:
+        with pytest.raises(StorageError, match=r"folder, device or pipe|too large to read"):
+            read.get(name, lambda: mola.load(tmp_path, three()))()
+    finally:
+        signal.alarm(0)

@@ -155,7 +155,7 @@ def damage(folder, name, how):
 @pytest.mark.parametrize(
     ("name", "how", "words"),
     [
-        ("config.json", "remove", r"config.json cannot be read.*mola\.hub\.save"),
+        ("config.json", "remove", "config.json cannot be read"),
         ("config.json", lambda document: document.update(format="other"), "not written by this version"),
         ("config.json", lambda document: document.pop("networks"), "damaged.*'networks'"),
         (
@@ -163,9 +163,9 @@ def damage(folder, name, how):
             lambda document: document["networks"][0].update(dtype="load"),
             "precision 'load' in config.json is unknown",
         ),
-        ("networks/1/model.safetensors", "remove", "1/model.safetensors does not exist"),
+        ("networks/1/model.safetensors", "remove", "1/model.safetensors cannot be read"),
         ("networks/0/model.safetensors", "flip", r"networks\[0\].*differ"),
-        ("posterior/posterior.json", "remove", "posterior.json is missing"),
+        ("posterior/posterior.json", "remove", "posterior.json cannot be read"),
     ],
 )
 def test_damage_is_noticed(tmp_path, posterior, name, how, words):

@@ -123,7 +123,7 @@ def replace_files(folder, state):
 
 def visible_files(folder):
     """Contents of all files except those of interrupted replacements."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.relative_to(folder).as_posix()[0] == "."]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix()[0] != "."]
     return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
 
@@ -322,7 +322,7 @@ def test_weights_that_do_not_match_are_named(tmp_path):
 
 def test_files_without_weights(tmp_path):
     path = tmp_path / "w.pt"
-    refused(small(), tmp_path / "none.pt", "does not exist")
+    refused(small(), tmp_path / "none.pt", "No such file")
     refused(small(), tmp_path, "is a folder")
     path.write_bytes(b"just some text")
     refused(small(), path, "not a file of weights")

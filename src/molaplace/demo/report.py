@@ -22,7 +22,15 @@ from molaplace.report.pictures import draw_examples, example_sets
 from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
 from molaplace.report.tables import Table, columns_on
 from molaplace.report.words import evaluation_remarks
-from molaplace.report.writing import PAGE, as_json, draw_figures, page_environment, render_page, replacing_report, write_texts
+from molaplace.report.writing import (
+    PAGE,
+    as_json,
+    draw_figures,
+    page_environment,
+    render_page,
+    replacing_report,
+    write_texts,
+)
 
 ROTATED = with_digits({"accuracy": 1, "nll": 2, "ece": 1})
 """Metrics in the table of rotated digits."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from molaplace.errors import DataError, OptionError, StorageError, importing
 from molaplace.export.graph import Signature
 from molaplace.network import Inputs
+from molaplace.saving.files import read_file
 from molaplace.saving.schema import Optional, check, parse
 
 FORMAT_VERSION = 1
@@ -126,11 +127,7 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
             file.
     """
     path = Path(path)
-    if not path.is_file():
-        raise StorageError(
-            f"{path} does not exist. Pass a file written by mola.export.onnx or mola.export.torch_export."
-        )
-    content = path.read_bytes()
+    content = read_file(path)
     if content[:2] == b"PK":  # a zip archive, the format that torch.export writes
         if not trust:
             raise OptionError(

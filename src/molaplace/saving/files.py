@@ -14,12 +14,13 @@ import hashlib
 import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -28,12 +29,44 @@ from torch import Tensor
 
 from molaplace.errors import StorageError
 from molaplace.saving.schema import check, check_seal, parse, sealed
+from molaplace.structures.base import free_memory
 
 FORMAT = "molaplace"
 VERSION = 1
 DOCUMENT = "posterior.json"
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 """Names of the files that `write_folder` writes beside the document. No other file is ever read or removed."""
+
+MAX_DOCUMENT = 2**26
+"""Largest number of bytes of a document that is read."""
+
+
+@contextmanager
+def open_file(path: str | Path, limit: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file that may come from a stranger for reading.
+
+    Raises `StorageError` unless it is a regular file of at most `limit` bytes (by default, the free memory). A device supplies data
+    without end, and a pipe may never supply any.
+    """
+    try:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(f"{path} is a folder, device or pipe; expected a file.")
+        limit = free_memory() if limit is None else limit
+        if limit is not None and status.st_size > limit:
+            raise StorageError(
+                f"{path} is too large to read: it has {status.st_size:,} bytes; expected at most {limit:,}."
+            )
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_file(path: str | Path, limit: int | None = None) -> bytes:
+    """Return the content of a file; see `open_file`."""
+    with open_file(path, limit) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 @contextmanager
@@ -154,14 +187,10 @@ def read_document(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / DOCUMENT
     try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
+        content = read_file(path, MAX_DOCUMENT)
+    except StorageError as error:
         raise StorageError(
-            f"{directory} contains no saved posterior: {DOCUMENT} is missing. Pass a folder written by posterior.save(...)."
-        ) from error
-    except OSError as error:  # the path is a file, or access is denied
-        raise StorageError(
-            f"{path} cannot be read: {error.strerror}. Pass a folder written by posterior.save(...)."
+            f"{directory} contains no saved posterior: {error} Pass a folder written by posterior.save(...)."
         ) from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -183,9 +212,9 @@ def read_document(directory: str | Path) -> dict[str, Any]:
 def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
     path = folder / entry["file"]
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} is missing, but {DOCUMENT} refers to it. Copy the whole folder again.") from error
+        content = read_file(path)
+    except StorageError as error:
+        raise StorageError(f"{error} {DOCUMENT} refers to this file. Copy the whole folder again.") from error
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != entry["sha256"]:
         raise StorageError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from molaplace.errors import OptionError, StorageError
-from molaplace.saving.files import write_atomically
+from molaplace.saving.files import open_file, write_atomically
 
 ENTRIES = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
 """Keys under which training scripts save the weights."""
@@ -54,14 +54,14 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
 def read_metadata(path: str | Path) -> dict[str, str]:
     """Read the metadata stored with the weights in a safetensors file."""
-    _check_is_file(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, ValueError) as error:
-        raise StorageError(
-            f"{path} is damaged or not a safetensors file ({error}). Only safetensors files contain metadata."
-        ) from error
+    with open_file(path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                return dict(file.metadata() or {})
+        except (SafetensorError, ValueError) as error:
+            raise StorageError(
+                f"{path} is damaged or not a safetensors file ({error}). Only safetensors files contain metadata."
+            ) from error
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -69,11 +69,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
     The format, safetensors or `torch.save`, is detected from the file's content.
     """
-    _check_is_file(path)
+    with open_file(path) as file:
+        # The first eight bytes of a safetensors file hold the length of its header, which is JSON.
+        is_safetensors = file.read(9)[8:] == b"{"
     try:
-        with open(path, "rb") as file:
-            # The first eight bytes of a safetensors file hold the length of its header, which is JSON.
-            is_safetensors = file.read(9)[8:] == b"{"
         if is_safetensors:
             return dict(load_file(path))
         with warnings.catch_warnings():
@@ -124,12 +123,6 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
         f"the weights in {path} do not match this network. {mismatches[0]}. Check that the architecture, depth, width "
         f"and number of classes are the same. The network has not been changed."
     )
-
-
-def _check_is_file(path: str | Path) -> None:
-    if not Path(path).is_file():
-        problem = "is a folder" if Path(path).is_dir() else "does not exist"
-        raise StorageError(f"{path} {problem}; expected a file of weights written by safetensors or torch.save.")
 
 
 def _why_unreadable(path: str | Path, error: Exception) -> str:

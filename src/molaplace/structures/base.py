@@ -81,7 +81,7 @@ class Structure(ABC):
 def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
     """Raise `StructureTooLargeError` if fitting networks with these numbers of features would need more memory than is free."""
     needed = sum(structure.bytes(width, outputs) for width in features)
-    free = _free_memory()
+    free = free_memory()
     if free is not None and needed > free:
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
         raise StructureTooLargeError(
@@ -91,8 +91,8 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
         )
 
 
-def _free_memory() -> int | None:
-    # Return the available memory on Linux, the total memory on other systems, or None if it is unknown.
+def free_memory() -> int | None:
+    """Return the available memory in bytes on Linux, the total memory on other systems, or None if it is unknown."""
     with suppress(OSError):
         match = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
         if match is not None:

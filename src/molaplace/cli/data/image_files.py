@@ -200,7 +200,7 @@ def most_frequent_form(source: ImageDataset) -> tuple[str, tuple[int, ...]]:
     for index in even_indices(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
         path = source.paths[index]
         mode = source.preprocessing.mode or "RGB"
-        if source.preprocessing.mode is None:
+        if source.preprocessing.mode is None and path.is_file():
             with suppress(Exception), Image.open(path) as image:  # `read_pixels` reports the error
                 mode = "L" if image.mode in GREY else "RGB"
         pixels, reason = read_pixels(path, replace(source.preprocessing, mode=mode, shape=None))

@@ -109,13 +109,11 @@ def open_dataset(
         return _open_digits(name, preprocessing, job.seed, labelled=labelled)
     if path.is_file() and path.suffix in (".npz", ".npy"):
         return open_arrays(path, preprocessing, labelled=labelled, likelihood=likelihood)
+    if path.is_file() and path.suffix == ".csv":
+        return open_image_csv(path, classes, preprocessing, labelled=labelled, outputs=outputs, likelihood=likelihood)
     if path.exists():
         if path.is_dir():
             return open_image_folder(path, classes, preprocessing, labelled=labelled)
-        if path.suffix == ".csv":
-            return open_image_csv(
-                path, classes, preprocessing, labelled=labelled, outputs=outputs, likelihood=likelihood
-            )
         if path.suffix.lower() in ENDINGS and not labelled:
             return pictures(str(path), [path], [path.name], preprocessing)
         raise DataError(f"{path} has an unknown format. Pass a folder of images, or an .npz, .npy or .csv file.")
