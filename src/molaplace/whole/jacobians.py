@@ -129,9 +129,9 @@ class _Logits(nn.Module):
 
 
 def _call(network: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-    named = {f"network.{name}": value for name, value in tensors.items()}
+    prefixed = {f"network.{name}": value for name, value in tensors.items()}
     with without_autocast(next(iter(tensors.values())).device):
-        return functional_call(_Logits(network), named, (inputs,))
+        return functional_call(_Logits(network), prefixed, (inputs,))
 
 
 def _single(value: Any) -> Any:
