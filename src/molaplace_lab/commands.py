@@ -174,8 +174,7 @@ def bench(
         normalisation=normalisation,
         corruptions=corruptions,
     )
-    if cross_fit and definition.make_folds is None:
-        raise OptionError(f"the {suite} suite has training data, so it needs no cross-fitting. Omit --cross-fit.")
+    definition.check_options(options)
     comparisons = _comparisons(groups)
     budget = Budget(changed(definition.budget.swag, swag), changed(definition.budget.mimo, mimo))
     count = components or definition.components

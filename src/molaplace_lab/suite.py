@@ -208,6 +208,8 @@ class Suite:
     """Function that returns all sets, keyed by name, including "train", "validation" and "test"."""
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
     """Function that returns a dictionary of sets for each fold of a cross-fit; None if the suite has no cross-fit."""
+    options: frozenset[str] = frozenset()
+    """Names of the data options that the suite uses, besides the data directory and downloads."""
     components: int = 5
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
@@ -222,6 +224,13 @@ class Suite:
     """Number of images on which the cost of methods is measured; the cost is extrapolated to all images."""
     cost_of_training: bool = True
     """True to also measure the cost of methods that train networks (SWAG, MIMO)."""
+
+    def check_options(self, options: DataOptions) -> None:
+        """Raise `OptionError` if an option is set that the suite does not use."""
+        for option in fields(DataOptions):
+            used = option.name in ("directory", "download", *self.options)
+            if not used and getattr(options, option.name) != option.default:
+                raise OptionError(f"is not used by the {self.name} suite. Omit it.", argument=option.name)
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
         """Return the name and the builder of a network, from the suite or from the user's `package.module:function`."""

@@ -10,12 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError
 from molaplace_lab.commands import app
 from molaplace_lab.data.clinc150 import WIDTH, embed, load_clinc150
 from molaplace_lab.records import Store
-from molaplace_lab.suite import DataOptions
-from molaplace_lab.suites.clinc import CLINC
 from tests.closeness import assert_close
 
 WORDS = ["red", "blue", "east", "west", "pear", "cat", "dog", "sun", "sea", "ice", "ten", "six", "map"]
@@ -94,8 +92,6 @@ def test_sentences_are_means_of_their_tokens():
 def test_files_that_are_not_there_or_not_whole_are_named(data):
     path = data / "clinc150" / "data_full.json"
     document = json.loads(path.read_text())
-    with pytest.raises(OptionError, match="is for images"):
-        CLINC.make_sources(DataOptions(directory=data, normalisation="cifar10"))
     for wrong, words in (
         (document | {"test": [["a b", "unheard_of"]]}, "missing from train: unheard_of"),
         ({name: requests for name, requests in document.items() if name != "oos_val"}, "oos_val"),

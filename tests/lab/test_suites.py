@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from molaplace.images import even_indices
 from molaplace_lab.__main__ import main
 from molaplace_lab.commands import app
 from molaplace_lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
@@ -128,6 +129,9 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
     shifted = taken["severity 2"].show(range(40)).pixels
     for index in range(40):
         assert torch.equal(shifted[index], plain[index] // (index % 3 + 2) + 2), index
+    few = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40, shifted=5))["severity 2"]
+    for index, image in enumerate(even_indices(40, 5)):
+        assert torch.equal(few.show(range(5)).pixels[index], plain[image] // (index % 3 + 2) + 2), index
     first, second = (generated[name].show(range(4)).pixels for name in ("test", "severity 2"))
     assert torch.equal(second[2], corrupt(first[2:3], types[2], 2)[0])
 
@@ -185,6 +189,8 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
         (["bench", "mnist", "--networks", "nowhere"], "contains no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
         (["bench", "cifar10", "--network", "nope:build"], "cannot import"),
+        (["bench", "mnist", "--cross-fit"], "cross_fit is not used by the mnist suite"),
+        (["bench", "clinc", "--normalisation", "cifar10"], "normalisation is not used by the clinc suite"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

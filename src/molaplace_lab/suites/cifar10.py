@@ -45,7 +45,7 @@ OUTLIERS = {
 
 def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
     # Each image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first images
-    # of the test set.
+    # of the shifted set.
     types = CORRUPTION_SETS[options.corruptions]
     pixels = images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
@@ -54,7 +54,7 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
             pixels[rows] = corrupt(pixels[rows], corruption, severity, seed=CORRUPTION_SEED)
             continue
         _, test = split_validation(load_cifar10_c(published, corruption, severity))
-        made = test.evenly(options.test).part(slice(0, len(images))).part(rows)
+        made = test.evenly(options.test).evenly(options.shifted).part(slice(0, len(images))).part(rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
                 f"the labels of {corruption} in CIFAR-10-C differ from the labels of the CIFAR-10 test set. Download both sets again."
@@ -66,7 +66,7 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
 def _sources(options: DataOptions) -> dict[str, Source]:
     types = CORRUPTION_SETS[options.corruptions]
     root = data_directory(options.directory)
-    test = test_images("cifar10", options)
+    images = test_images("cifar10", options).evenly(options.shifted)
     published = find_cifar10_c(types, root)
     if published is None and options.download:
         try:
@@ -81,7 +81,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
             f"severity {severity}",
             f"CIFAR-10-C{', generated,' if published is None else ''} at severity {severity}",
             "shift",
-            test,
+            images,
             change=partial(_corrupted, severity=severity, options=options, published=published),
             changed_by=("corruption", severity, list(types), "published" if published else CORRUPTION_SEED),
             level=severity,
@@ -116,6 +116,7 @@ CIFAR10 = Suite(
     threshold=None,
     shift={"title": "CIFAR-10-C", "axis": "severity"},
     make_sources=_sources,
+    options=frozenset({"train", "test", "shifted", "outliers", "normalisation", "corruptions"}),
     training_data=training(partial(load, "cifar10", "train"), "cifar10"),
     measures=_measures,
     budget=Budget(SwagBudget(learning_rate=2e-3)),

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from molaplace.demo import LabelledData
-from molaplace.errors import OptionError
 from molaplace.evaluation import Role
 from molaplace.images import even_indices
 from molaplace.perceptrons import mlp
@@ -57,10 +56,6 @@ Rows = Callable[[Requests], LabelledData]
 
 
 def _read(options: DataOptions, rows_of: Rows) -> dict[str, LabelledData]:
-    if options.normalisation is not None:
-        raise OptionError(
-            f"the normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
-        )
     limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
     parts = {}
     for part, requests in load_clinc150(options.directory).items():
@@ -112,6 +107,7 @@ CLINC = Suite(
     make_sources=partial(_sources, rows_of=_features),
     training_data=lambda options, recipe: TrainingData(_read(options, _features)["train"], lambda rows: rows),
     measures=_rejection,
+    options=frozenset({"train", "test", "outliers"}),
     budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=256), MimoBudget(epochs=20)),
     notes=(
         "Features are means of rows of wordllama's token table, 256 numbers; the networks have one hidden layer of 256.",
@@ -148,6 +144,7 @@ CLINC_LORA = Suite(
     make_sources=lambda options: _sources(_half(options), _tokens),
     training_data=_adapter_training,
     measures=_rejection,
+    options=frozenset({"train", "test", "outliers"}),
     notes=(
         "The networks share MiniLM's weights, which are frozen; each has its own LoRA adapter and head, trained on every second request.",
         OUTSIDE_NOTE,

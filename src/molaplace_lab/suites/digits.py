@@ -55,6 +55,7 @@ DIGITS = Suite(
     threshold=None,
     shift={"title": "Rotated digits", "axis": "angle in degrees"},
     make_sources=_sources,
+    options=frozenset({"train", "test", "shifted", "outliers"}),
     training_data=training(lambda options: _digits()[0], "none"),
     budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=64), MimoBudget(epochs=20)),
 )

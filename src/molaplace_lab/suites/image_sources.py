@@ -75,6 +75,7 @@ def image_source(
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
     """Create sources of test images rotated counter-clockwise, one for each of `ANGLES` except 0."""
+    images = test.evenly(options.shifted)
 
     def rotated(images: Images, degrees: float) -> Images:
         turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
@@ -87,7 +88,7 @@ def rotations(options: DataOptions, title: str, test: Images, interpolation: str
             f"rotation {angle}",
             f"{title} turned by {angle}°",
             "shift",
-            test,
+            images,
             change=partial(rotated, degrees=angle),
             changed_by=("rotation", angle, interpolation),
             level=angle,

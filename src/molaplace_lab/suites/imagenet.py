@@ -274,6 +274,7 @@ IMAGENET = Suite(
     threshold=None,
     shift={"title": "ImageNet-C", "axis": "severity"},
     make_sources=_sources,
+    options=frozenset({"train", "test", "shifted", "outliers", "normalisation", "image_size", "types", "cross_fit"}),
     make_folds=_folds,
     components=3,
     cost_images=128,

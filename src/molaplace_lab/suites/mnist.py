@@ -29,6 +29,7 @@ MNIST = Suite(
     threshold=0.98,
     shift={"title": "Rotated MNIST", "axis": "angle in degrees"},
     make_sources=_sources,
+    options=frozenset({"train", "test", "shifted", "outliers", "normalisation"}),
     training_data=training(partial(load, "mnist", "train"), "none"),
 )
 """The paper's experiments with rotated MNIST and with outliers. The paper's threshold of 0.98 applies to networks with an accuracy of
