@@ -13,6 +13,7 @@ import molaplace as mola
 from molaplace import normal_mixtures
 from molaplace.errors import BoundError, DataError, HeadError, MolaWarning, OptionError
 from molaplace.likelihoods import Gaussian
+from molaplace.sums import Sums
 from tests.closeness import assert_close
 from tests.library.problems import train
 from tests.reference import gaussian as dense
@@ -89,6 +90,18 @@ def test_noise_may_be_changed_after_the_fit(structure):
 
 
 # --- noise and units --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+def test_the_density_of_all_targets_follows_from_the_sums(heteroscedastic):
+    """In the user's units, however the targets were standardised."""
+    likelihood = Gaussian(noise=[0.7, 1.9], location=[1.0, -2.0], scale=[3.0, 0.2], heteroscedastic=heteroscedastic)
+    outputs = torch.randn(30, 4 if heteroscedastic else 2)
+    targets = torch.randn(30, 2)
+    sums = Sums(dict(likelihood.label_sums(outputs, targets)), 30)
+    assert float(likelihood.log_likelihood(outputs, targets).sum()) == pytest.approx(
+        likelihood.total_log_likelihood(sums), rel=1e-12
+    )
 
 
 def test_estimated_noise_is_that_of_the_residuals_however_the_data_are_batched():
