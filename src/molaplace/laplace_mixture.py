@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError
+from molaplace.function import PosteriorFunction, drawn_from
+from molaplace.joint import JointPrediction
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
 from molaplace.links import PROBIT, Link, as_link
 from molaplace.network import Captured, Inputs, Rows, capture, evaluating, one_batch
@@ -192,12 +194,14 @@ class LaplaceMixture(Predictor):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def capture(self, inputs: Inputs) -> Captured:
-        """Run every network once and capture the input and output of its head."""
-        with evaluating(*self.networks), torch.no_grad():
+        """Run every network once and capture the input and output of its head, with gradients if they are enabled."""
+        with evaluating(*self.networks):
             return capture(self.networks, [component.head for component in self.components], inputs, self.likelihood)
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or, for regression, means (n, D) for one batch.
+
+        If gradients are enabled, the result is differentiable in the inputs and in the networks' parameters; the curvature is constant.
 
         Args:
             inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
@@ -208,14 +212,16 @@ class LaplaceMixture(Predictor):
         """
         captured = self.capture(one_batch(inputs))
         seed = seed_from(generator)
-        return self._by_rows(captured, lambda rows: {"point": self.distribution_of(rows, seed=seed).point()})["point"]
+        return self.by_rows(captured, lambda rows: {"point": self.distribution_of(rows, seed=seed).point()})["point"]
 
-    def _by_rows(
+    def by_rows(
         self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]], row_size: int = 0
     ) -> dict[str, Tensor]:
-        # Return the named results of `compute` for all chunks of rows, in the layout of the outputs. Results are on the networks'
-        # device and in the networks' precision, but at least float32, except those in `WIDE`. `compute` holds `row_size` values
-        # for each row, or as many as the link if that is more.
+        """Return the named results of `compute` for all chunks of rows, in the layout of the outputs.
+
+        Results are on the networks' device and in the networks' precision, but at least float32, except those in `WIDE`. `compute`
+        holds `row_size` values for each row, or as many as the link if that is more.
+        """
         outputs = captured.outputs[0]
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         chunks = []
@@ -231,6 +237,35 @@ class LaplaceMixture(Predictor):
             values = torch.cat([chunk.pop(name) for chunk in chunks], dim=axis)
             results[name] = torch.stack([restore(part) for part in values]) if axis else restore(values)
         return results
+
+    # --- joint predictions and functions ------------------------------------------------------------------------------
+
+    def joint(self, inputs: Inputs) -> JointPrediction:
+        """Return the joint distribution of the latent functions at all inputs of one batch, with covariances between inputs.
+
+        In classification, the latent functions are the logits that the link receives, after temperature, distance and pooling. In
+        regression, they are the targets without noise, in the targets' units. Matrices are computed when they are requested. If
+        gradients are enabled, they are differentiable in the inputs and in the networks' parameters.
+        """
+        captured = self.capture(one_batch(inputs))
+        captured.check_finite()
+        return JointPrediction.of(self.members(captured.select()), self.likelihood)
+
+    def function(self, seed: int) -> PosteriorFunction:
+        """Draw one function from the posterior: first a component according to its weight, then its weights.
+
+        Every call of the result evaluates the same function and returns probabilities (n, C) or, for regression, targets (n, D)
+        without noise. The same seed gives the same function.
+        """
+        return drawn_from(self, whole_number(seed, "seed", 0))
+
+    def alone(self, index: int) -> Self:
+        """Return the mixture that contains only the component with the given index."""
+        settings = replace(self.settings, prior_precision=(self.prior_precision[index],))
+        reference = None if self.reference is None else Reference(self.reference.scales[index : index + 1])
+        return self.with_parts(
+            components=[self.components[index]], settings=settings, weights="uniform", reference=reference
+        )
 
     # --- members ----------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class MoLA(LaplaceMixture):
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:
         """Predict one batch; links that draw samples use `seed`."""
         captured = self.capture(inputs)
@@ -78,12 +79,12 @@ class MoLA(LaplaceMixture):
             "ood_score_name": self.ood_score_name,
         }
         if not self.likelihood.classification:
-            fields = self._by_rows(captured, self._regression_fields)
+            fields = self.by_rows(captured, self._regression_fields)
             return RegressionPrediction(fields, weights=self.weights, **shared)
         classes = captured.outputs[0].shape[-1]
         drawn = classes * num_draws(classes)  # for the epistemic share
-        details = partial(self._by_rows, captured, lambda rows: self._details(rows, seed), drawn)
-        fields = self._by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
+        details = partial(self.by_rows, captured, lambda rows: self._details(rows, seed), drawn)
+        fields = self.by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
         return Prediction(fields, details=details, **shared)
 
     def _details(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
@@ -189,6 +190,7 @@ class MoLA(LaplaceMixture):
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
         """Return an upper bound on the confidence in the predicted class of each input, based on the paper's theorem.
 
@@ -215,8 +217,9 @@ class MoLA(LaplaceMixture):
 
         captured = self.capture(one_batch(inputs))
         captured.check_finite()  # otherwise the bound would be finite even though there is no prediction
-        return self._by_rows(captured, compute)["component_bound" if lemma else "bound"]
+        return self.by_rows(captured, compute)["component_bound" if lemma else "bound"]
 
+    @torch.no_grad()
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 

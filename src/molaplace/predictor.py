@@ -96,7 +96,8 @@ class Predictor(nn.Module, ABC):
             parameter = next(self.parameters(), None)
             if parameter is not None and inputs.is_floating_point():
                 inputs = inputs.to(parameter.dtype)
-        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs)]).numpy()
+        with torch.no_grad():
+            return torch.cat([self(batch).cpu() for _, batch in _batches(inputs)]).numpy()
 
 
 def _is_batch(inputs: Any) -> bool:

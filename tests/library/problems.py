@@ -78,10 +78,10 @@ def features_of(network: nn.Sequential, inputs: Tensor) -> Tensor:
 
 
 def close(first: Tensor, second: Tensor, tolerance: float = 1e-12) -> bool:
-    return first.shape == second.shape and float((first - second).abs().max()) <= tolerance
+    return first.shape == second.shape and float((first - second).detach().abs().max()) <= tolerance
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Largest difference, in units of the largest expected value."""
     assert actual.shape == expected.shape
-    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-300))

@@ -171,5 +171,7 @@ class PosteriorGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return the requested fields, keyed by name and shaped as in `posterior.predict`."""
         posterior = self.held[0]
-        prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
+        with torch.no_grad():
+            captured = posterior.capture(self.network_inputs(tensors))
+        prediction = posterior.make_prediction(captured)
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -97,6 +97,23 @@ class Members:
         return pooled(means, self.weights, self.pooling), spreads
 
 
+@dataclass(frozen=True)
+class LatentFunctions:
+    """The mixture's latent functions at n data points: the logits as links receive them or, in regression, the noise-free targets.
+
+    The function of member k is `means[k] + factors[k] * scale * (phi_k' w)`, where w is the random offset of the member's weights.
+    """
+
+    means: Sequence[Tensor]
+    """Means (n, C) of each member's function."""
+    factors: Sequence[Tensor]
+    """Factors (n, 1) or (1, 1) of each member's deviations."""
+    scale: Tensor
+    """Factors (C,) of the deviations, shared by all data points."""
+    noises: Sequence[Tensor] | None = None
+    """Variances (n, C) of the noise, which is independent between data points; None if the likelihood has no additive noise."""
+
+
 InverseLink = Callable[[Tensor], Tensor]
 """A function from logits (..., C) to probabilities (..., C), such as the softmax."""
 
@@ -162,6 +179,10 @@ class Likelihood(ABC):
         """
 
     @abstractmethod
+    def latent(self, members: Members) -> LatentFunctions:
+        """Return the latent functions of the mixture's members after temperature, distance and pooling."""
+
+    @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
         """Return the mixture's predictive distribution. Links that draw samples are seeded with `seed`."""
 
@@ -223,6 +244,13 @@ def _without_noise(likelihood: Likelihood) -> OptionError:
 class ClassificationLikelihood(Likelihood):
     """A likelihood for classification into one of C classes, or for C binary labels."""
 
+    def latent(self, members: Members) -> LatentFunctions:
+        """Return the logits after division and pooling."""
+        means, _ = members.scaled()
+        return LatentFunctions(
+            means, [1 / divisor for divisor in members.divisors], means[0].new_ones(means[0].shape[-1])
+        )
+
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
         means, spreads = members.scaled()
@@ -276,6 +304,11 @@ class RegressionLikelihood(Likelihood):
 
     mixture_type: type[RegressionPredictive]
     """Class of the predictive distribution. Its constructor takes the components' weights and moments."""
+
+    def latent(self, members: Members) -> LatentFunctions:
+        """Return the pooled outputs, whose deviations are multiplied by the divisors; override it if outputs are not noise-free targets."""
+        means = pooled(members.outputs, members.weights, members.pooling)
+        return LatentFunctions(means, members.divisors, means[0].new_ones(means[0].shape[-1]))
 
     def check_targets(self, labels: Tensor, means: Tensor, where: str) -> Tensor:
         """Return the labels in canonical form, given only predicted means (n, D), or raise a `DataError` that mentions `where`."""

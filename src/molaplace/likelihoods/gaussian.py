@@ -31,6 +31,7 @@ from torch.nn import functional
 from molaplace import normal_mixtures
 from molaplace.errors import DataError, HeadError, OptionError
 from molaplace.likelihoods.base import (
+    LatentFunctions,
     LinkFunction,
     Members,
     OutputCurvature,
@@ -325,6 +326,16 @@ class Gaussian(RegressionLikelihood):
         means = to_float64(means)
         variance = self.variance_in_units(self.deviation(means.shape[-1]).square()).to(means).expand_as(means)
         return NormalMixture(weights, means, variance, variance)
+
+    def latent(self, members: Members) -> LatentFunctions:
+        """Return the noise-free targets in their units; a distance exponent multiplies the noise as well."""
+        means = pooled([self.means(outputs) for outputs in members.outputs], members.weights, members.pooling)
+        noises = []
+        for likelihood, outputs, divisor in zip(members.likelihoods, members.outputs, members.divisors, strict=True):
+            assert isinstance(likelihood, Gaussian)
+            noises.append(self.variance_in_units(likelihood.noise_variance(outputs) * divisor.square()))
+        scale = self.units(means[0].shape[-1])[1].to(means[0])
+        return LatentFunctions([self.in_units(mean) for mean in means], members.divisors, scale, noises)
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
         """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""

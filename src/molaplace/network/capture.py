@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, batches, call, unwrapped
+from molaplace.network.calling import Inputs, batches, run, unwrapped
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.numerics import float64_device, to_float64
@@ -141,7 +141,8 @@ def capture(
     """Run every network once and capture its head's input and output; all outputs must have the same shape.
 
     Where the head is None, only the outputs are captured; call `check_logits` on the result. Call this function inside
-    `evaluating(*networks)`. The code does not branch on tensor values, so `torch.export` can trace it.
+    `evaluating(*networks)`. If gradients are enabled, the results are differentiable. The code does not branch on tensor values, so
+    `torch.export` can trace it.
     """
     features = []
     outputs = []
@@ -150,8 +151,13 @@ def capture(
         with located(f"networks[{index}]"):
             head_inputs, logits, axis = _forward_pass(network, head, inputs, likelihood)
         layout = Layout.of(logits, axis)
-        outputs.append(layout.by_position(logits.detach()))
-        features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs.detach()))
+        if (
+            not torch.is_grad_enabled()
+        ):  # a network may return a parameter or its input, which require gradients nevertheless
+            logits = logits.detach()
+            head_inputs = None if head_inputs is None else head_inputs.detach()
+        outputs.append(layout.by_position(logits))
+        features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs))
         layouts.append(layout)
     shapes = [(layout.inputs, *layout.sizes, values.shape[-1]) for layout, values in zip(layouts, outputs, strict=True)]
     if any(shape != shapes[0] for shape in shapes):
@@ -172,7 +178,7 @@ def _forward_pass(
         return *carried_pass(network, head, inputs), head.axis
     calls: list[tuple[Tensor, Any]] = []  # other threads may append too; the loop below finds the call from this pass
     with hooked([head.module], lambda _, features, output: calls.append((features, output))):
-        outputs = call(network, inputs)
+        outputs = run(network, inputs)
     if outputs.dim() != 2 + head.dense_axes or head.dense_axes == 0:
         outputs = likelihood.check_outputs(outputs, [(head.name, outputs.shape)])
     for features, output in reversed(calls):
@@ -185,7 +191,7 @@ def _forward_pass(
 
 def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, int]:
     # Return the outputs and their class axis. Dense outputs usually have the size of a layer's outputs along one of two axes only.
-    outputs = call(network, inputs)
+    outputs = run(network, inputs)
     if outputs.dim() <= 2:
         return likelihood.check_outputs(outputs, [("", outputs.shape)]), -1
     layers = [Head("", module) for module in network.modules() if isinstance(module, Layer)]
@@ -289,7 +295,7 @@ def stream(
                     else f"{batch_name} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
             had_labels = labels is not None
-            with located(batch_name):
+            with located(batch_name), torch.no_grad():
                 captured = capture(networks, heads, inputs, likelihood)
                 captured.check_logits(networks, inputs, likelihood)
                 if labels is not None:

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
-from molaplace.network.calling import Inputs, call, unwrapped, without_autocast
+from molaplace.network.calling import Inputs, call, run, unwrapped, without_autocast
 from molaplace.network.dense import IGNORE_INDEX, Layout
 from molaplace.numerics import to_float64
 
@@ -140,7 +140,7 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
             return torch.cat([output, features], dim=head.axis)
 
     with hooked([head.module], join):
-        joined = call(network, inputs)
+        joined = run(network, inputs)
     if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
             f"the network may only select, average or interpolate positions in the output of its head {head.name!r}, "
@@ -290,7 +290,10 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
         ):
             continue
         tried.add(layer_call.name)
-        with suppress(DataError, HeadError):  # on failure, try the next layer; if all fail, _explain reports why
+        with (
+            torch.no_grad(),
+            suppress(DataError, HeadError),
+        ):  # on failure, try the next layer; if all fail, _explain reports why
             features, recomputed = carried_pass(network, head, inputs)
             equal = torch.allclose(recomputed, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
             if equal and _is_linear(layer_call.layer, features, recomputed):

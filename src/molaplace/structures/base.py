@@ -121,6 +121,14 @@ class Curvature(ABC):
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """Return the covariance (n, C, C) of the logits."""
 
+    @abstractmethod
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return the covariances (n, C, n, C) between all logits at all data points."""
+
+    @abstractmethod
+    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
+        """Return the covariances (n, n) of one logit between the data points."""
+
     @property
     @abstractmethod
     def noise_size(self) -> int:
@@ -139,6 +147,14 @@ class Curvature(ABC):
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
 
     @abstractmethod
+    def draw(self, precision: float, generator: Generator) -> Tensor:
+        """Draw one random offset of the weights, in the coordinates of the features."""
+
+    @abstractmethod
+    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
+        """Return the deviations (n, C) of the logits that an offset from `draw` causes."""
+
+    @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
@@ -153,6 +169,18 @@ class LayerCurvature(Curvature):
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
         return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
+
+    def draw(self, precision: float, generator: Generator) -> Tensor:
+        """Draw an offset (C, P) of the weights."""
+        return self.sample(precision, 1, generator)[0]
+
+    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
+        """Return the deviations (n, C) of the logits that an offset (C, P) of the weights causes."""
+        return phi @ draw.T
+
+    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
+        """Return `phi' Sigma_cc phi` for all pairs of data points."""
+        return phi @ self.class_covariance(precision, output) @ phi.mT
 
     @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:

@@ -80,6 +80,11 @@ class DiagCurvature(LayerCurvature):
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `sum_p phi_p phi'_p / (H_cp + lambda)` for all pairs of data points; different logits are independent."""
+        by_output = torch.einsum("np,cp,mp->nmc", phi, self.inverse(precision), phi)
+        return torch.diag_embed(by_output).movedim(1, 2)
+
     @property
     def noise_size(self) -> int:
         """Number of outputs: one standard normal variable for each logit."""

@@ -199,6 +199,19 @@ class ProductCurvature(LayerCurvature):
         outputs = self.output_covariance(precision, centred=centred)
         return self.feature_variance(phi, precision)[:, None, None] * outputs
 
+    def feature_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `phi' V phi` (n, n) for all pairs of data points."""
+        coordinates = phi @ self.feature_factor.vectors
+        return (coordinates * self.feature_inverse(precision)) @ coordinates.mT
+
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `(phi' V phi) U` for all pairs of data points."""
+        return torch.einsum("nm,cd->ncmd", self.feature_covariance(phi, precision), self.output_covariance(precision))
+
+    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
+        """Return `(phi' V phi) U_cc` for all pairs of data points."""
+        return self.feature_covariance(phi, precision) * self.output_variance(precision)[output]
+
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return `sqrt(phi' V phi)` times draws with covariance U."""
         return self.feature_variance(phi, precision).sqrt()[:, None, None] * self.output_draws(precision, noise)

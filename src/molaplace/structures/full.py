@@ -117,6 +117,13 @@ class FullCurvature(LayerCurvature):
             self.hidden_basis @ self.hidden_basis.T
         )
 
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `(I x phi)' Sigma (I x phi')` for all pairs of data points."""
+        coordinates = self.coordinates(phi)
+        visible = torch.einsum("ncm,kdm->nckd", coordinates * self.inverse(precision), coordinates)
+        hidden = self.hidden_basis @ self.hidden_basis.T
+        return visible + torch.einsum("nk,cd->nckd", phi @ phi.mT / precision, hidden)
+
     @property
     def noise_size(self) -> int:
         """Number of eigenvalues, because the weights are drawn in the eigenbasis."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from molaplace.numerics import Generator, standard_normals
@@ -60,6 +61,13 @@ class KronExactCurvature(LayerCurvature):
         vectors = self.output_factor.directions(centred=centred)
         variance = self._direction_variance(phi, precision, vectors.shape[1])
         return (vectors * variance[:, None, :]) @ vectors.T
+
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `sum_i Q_A[c, i] Q_A[d, i] sum_j (Q_B' phi)_j (Q_B' phi')_j / (N a_i b_j + lambda)`."""
+        vectors = self.output_factor.vectors
+        coordinates = phi @ self.feature_factor.vectors
+        along = torch.einsum("np,rp,mp->rnm", coordinates, self.inverse(precision), coordinates)
+        return torch.einsum("cr,rnm,dr->ncmd", vectors, along, vectors)
 
     @property
     def noise_size(self) -> int:

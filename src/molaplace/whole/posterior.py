@@ -85,7 +85,7 @@ class WholeMoLA(LaplaceMixture):
     """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit` and `mola.whole.load`.
 
     The networks are linearised around their trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
-    C backward passes through each network.
+    C backward passes through each network. Their results have no gradients.
     """
 
     @property
@@ -95,6 +95,7 @@ class WholeMoLA(LaplaceMixture):
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def capture(self, inputs: Inputs) -> Captured:
         """Run every network once, and store the inputs together with the outputs."""
         captured = super().capture(inputs)
@@ -105,6 +106,7 @@ class WholeMoLA(LaplaceMixture):
         features: Any = [Jacobians(component, batches, outputs) for component, outputs in pairs]
         return replace(captured, features=features)
 
+    @torch.no_grad()
     def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Prediction:
         """Predict one batch; links that draw samples use `seed`."""
         likelihood = self.likelihood
@@ -127,7 +129,7 @@ class WholeMoLA(LaplaceMixture):
 
         with_jacobians = self._with_jacobians(captured, [(inputs, captured.layout.inputs)])
         # All fields are computed together, because the Jacobians dominate the cost.
-        return Prediction(self._by_rows(with_jacobians, compute), likelihood=likelihood)
+        return Prediction(self.by_rows(with_jacobians, compute), likelihood=likelihood)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 

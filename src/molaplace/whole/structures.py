@@ -161,6 +161,15 @@ class WholeCurvature(Curvature):
         coordinates = self._centred(phi, centred=centred)
         return (coordinates * self.inverse(precision)) @ coordinates.mT
 
+    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
+        """Return `z diag(1 / (h + lambda)) z'` for all pairs of data points."""
+        return torch.einsum("ncd,d,mkd->ncmk", phi, self.inverse(precision), phi)
+
+    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
+        """Return `z_c diag(1 / (h + lambda)) z_c'` for all pairs of data points."""
+        coordinates = phi[:, output]
+        return (coordinates * self.inverse(precision)) @ coordinates.mT
+
     @property
     def noise_size(self) -> int:
         """Number of standard normal variables per draw, one for each contrast of the logits."""
@@ -181,11 +190,19 @@ class WholeCurvature(Curvature):
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(draw * scale) for draw in noise])
 
+    def draw(self, precision: float, generator: Generator) -> Tensor:
+        """Draw the coordinates (D,) of an offset of the uncertain weights in the eigenbasis."""
+        scale = self.inverse(precision).sqrt()
+        return scale * standard_normals((len(scale),), generator).to(scale)
+
+    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
+        """Return the deviations (n, C) of the linearised logits, given the coordinates (D,) of an offset."""
+        return phi @ draw
+
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the linearised logits under random draws of the weights."""
-        scale = self.inverse(precision).sqrt()
-        draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # drawn lazily
-        return torch.stack([phi @ draw for draw in draws], 1)
+        draws = (self.draw(precision, generator) for _ in range(count))  # drawn lazily
+        return torch.stack([self.deviation(phi, draw) for draw in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
