@@ -67,6 +67,8 @@ def fit(*arguments, **keywords):
 
 def close(first, second, tolerance=1e-10):
     assert first.shape == second.shape
+    first = first.detach()
+    second = second.detach()
     assert float((first - second).abs().max()) <= tolerance * max(1.0, float(second.abs().max()))
 
 

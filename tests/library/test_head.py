@@ -108,7 +108,7 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
         assert find_head(network, X, head.name) == head == head_by_name(network, head.name)
         with torch.no_grad():
             expected = body(FAR)
-        captured = capture([network], [head], FAR, CATEGORICAL)
+            captured = capture([network], [head], FAR, CATEGORICAL)
         assert torch.equal(captured.features[0], expected)
         assert not captured.features[0].requires_grad
         assert not captured.outputs[0].requires_grad

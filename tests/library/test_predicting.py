@@ -71,7 +71,8 @@ def test_call_and_prediction_take_the_same(make):
     two = make([WithIds()], [((X, Y), Y)])
     kinds = [(plain, X), (plain, (X,)), (plain, X[:0]), (plain, X[:1]), (two, (X, Y)), (two, {"x": X, "ids": Y})]
     for posterior, batch in [*kinds, (two, {"x": X, "ids": Y, "labels": Y})]:
-        called = posterior(batch)
+        with torch.no_grad():
+            called = posterior(batch)
         assert torch.equal(posterior.predict(batch).probs, called)
         assert np.array_equal(posterior.predict_proba(batch), called.numpy())
         assert torch.equal(next(iter(posterior.predict_batches(batch))).probs, called)
