@@ -230,9 +230,24 @@ def measure(setting: Setting, quick: bool, prepared: tuple[nn.Module, Loader, Lo
     posterior = mola.fit(network, training, structure=setting.structures[0], progress=False, **setting.options)
     ensemble = mola.ensemble(network)
     turns = 2 * repeats + 1
-    add("call", "plain", lambda: posterior(inputs), lambda: ensemble(inputs), turns, relative=True)
+    no_gradients = torch.no_grad()
+    add(
+        "call",
+        "plain",
+        no_gradients(lambda: posterior(inputs)),
+        no_gradients(lambda: ensemble(inputs)),
+        turns,
+        relative=True,
+    )
     scaled = posterior.tune(validation, rule="nll", progress=False).with_distance_exponent(1.5)
-    add("call", "by distance", lambda: scaled(inputs), lambda: ensemble(inputs), turns, relative=True)
+    add(
+        "call",
+        "by distance",
+        no_gradients(lambda: scaled(inputs)),
+        no_gradients(lambda: ensemble(inputs)),
+        turns,
+        relative=True,
+    )
     outliers = [3 * images for images, _ in validation]
     for name in setting.rules[:2] if quick else setting.rules:
         if name == "evidence":
@@ -412,7 +427,7 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
         }
         for inputs in (held_out[0][0], PeerLoader(1024, classes, size=1024)[0][0]):
             pairs[f"predict, probit, {len(inputs)} inputs of {INPUTS} numbers"] = (
-                lambda inputs=inputs: posterior(inputs),
+                torch.no_grad()(lambda inputs=inputs: posterior(inputs)),
                 lambda inputs=inputs: fitted_peer(inputs, link_approx="probit"),
                 [(inputs, inputs)],
                 repeats,

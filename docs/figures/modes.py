@@ -158,7 +158,8 @@ def main() -> None:
     }
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float64)
     plane = torch.cartesian_prod(axis, axis).flip(1)
-    maps = {name: one(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
+    with torch.no_grad():
+        maps = {name: one(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
         for wide, ending in ((True, ""), (False, "-narrow")):
@@ -179,7 +180,7 @@ def main() -> None:
             float(np.trapezoid(abs(one["true"] - one["laplace"]), one["scales"]) / 2) for one in local
         ],
         "mean_validation_confidence": {
-            name: float(one(validation[0][0]).max(1).values.mean()) for name, one in predictors.items()
+            name: mola.metrics.mean_confidence(one(validation[0][0])) for name, one in predictors.items()
         },
         "validation_accuracy": {
             name: float((one(validation[0][0]).argmax(1) == held_out.labels).double().mean())

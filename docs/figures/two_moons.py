@@ -93,10 +93,11 @@ def main() -> None:
         }
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float32)
     plane = torch.cartesian_prod(axis, axis).flip(1)
-    maps = {
-        name: predictor(plane).double().max(1).values.reshape(SIZE, SIZE).numpy()
-        for name, predictor in predictors.items()
-    }
+    with torch.no_grad():
+        maps = {
+            name: predictor(plane).double().max(1).values.reshape(SIZE, SIZE).numpy()
+            for name, predictor in predictors.items()
+        }
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
         for wide, ending in ((True, ""), (False, "-narrow")):

@@ -18,21 +18,25 @@ from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import CATEGORICAL
 
 
+@torch.no_grad()
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """Return the share of the data whose most probable class is the true label."""
     return float((probs.argmax(1) == labels).double().mean())
 
 
+@torch.no_grad()
 def mean_confidence(probs: Tensor) -> float:
     """Return the largest class probability, averaged over the data (mean maximum confidence, MMC)."""
     return float(probs.double().max(1).values.mean())
 
 
+@torch.no_grad()
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
     """Return the mean of `-log p(label)`; a probability that underflowed to 0 is replaced by the smallest positive normal number."""
     return float(CATEGORICAL.distribution(probs).scores(labels)["nll"].mean())
 
 
+@torch.no_grad()
 def brier(probs: Tensor, labels: Tensor) -> float:
     """Return the Brier score, the mean over the data of `sum_c (p_c - 1[label = c])^2`, which lies between 0 and 2."""
     return float(CATEGORICAL.distribution(probs).scores(labels)["brier"].mean())
@@ -62,6 +66,7 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
     return sums.movedim(0, -1)
 
 
+@torch.no_grad()
 def calibration_gap(binned: Tensor) -> float:
     """Return the mean |confidence - accuracy| over the bins, weighted by their counts, given the sums from `bin_confidences`."""
     return float(calibration_gaps(binned))
@@ -72,11 +77,13 @@ def calibration_gaps(binned: Tensor) -> Tensor:
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
+@torch.no_grad()
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Return the expected calibration error (ECE) of the largest class probability; every prediction is counted."""
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
+@torch.no_grad()
 def largest_gap(binned: Tensor) -> float:
     """Return the largest |confidence - accuracy| of any bin, given the sums from `bin_confidences`; empty bins have a gap of 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
@@ -125,6 +132,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     return accepted / len(wrong), wrong.cumsum(0) / accepted
 
 
+@torch.no_grad()
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     """Return the mean of the risk-coverage curve (AURC; Geifman et al., 2019).
 
@@ -133,6 +141,7 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
+@torch.no_grad()
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
     """Return the lowest possible AURC of `count` predictions with `wrong` errors, obtained by rejecting all errors first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64, device="cpu")
@@ -150,6 +159,7 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
     return inlier_scores.double(), outlier_scores.double()
 
 
+@torch.no_grad()
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Return the probability that an outlier has a higher score than an inlier; a tie counts as one half."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
@@ -163,6 +173,7 @@ def share_below(values: Tensor, others: Tensor) -> Tensor:
     return (ends[0] + ends[1]).double() / (2 * len(others))
 
 
+@torch.no_grad()
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
     # Sum the precision over the thresholds, weighted by the increase in recall, without interpolation. Positives have high scores.
     scores = torch.cat([positives, negatives])
@@ -227,18 +238,21 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
     return _by_label(probs, labels, gap)
 
 
+@torch.no_grad()
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Return the average precision for detecting inliers by low scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
+@torch.no_grad()
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Return the average precision for detecting outliers by high scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
+@torch.no_grad()
 def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
     """Return the share of outliers accepted as inliers at a threshold that accepts a fraction `tpr` of the inliers (FPR95).
 
@@ -250,6 +264,7 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
 
 
+@torch.no_grad()
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
     """Return the share of inliers rejected as outliers at a threshold that detects at least a fraction `tpr` of the outliers.
 

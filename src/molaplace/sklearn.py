@@ -369,7 +369,8 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             Values of shape (n,), or (n, outputs) if y had several columns.
         """
         if not return_std:
-            return self._shaped(torch.cat([self.posterior_(batch) for batch in self._inputs(X)]))
+            with torch.no_grad():
+                return self._shaped(torch.cat([self.posterior_(batch) for batch in self._inputs(X)]))
         prediction = self.prediction(X)
         return self._shaped(prediction.mean), self._shaped(prediction.std)
 

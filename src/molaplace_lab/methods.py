@@ -141,7 +141,8 @@ class LastLayerMethod:
 
         def predict(activations: ActivationSlice, all_scores: bool) -> BatchPrediction:
             if not (all_scores and self.detectors):
-                probs = torch.cat([posterior(features) for features in activations.batches()])
+                with torch.no_grad():
+                    probs = torch.cat([posterior(features) for features in activations.batches()])
                 return BatchPrediction(probs, {"max probability": outlier_scores(probs)["max probability"]})
             prediction = posterior.predict(activations.batches(), progress=False)
             # `chosen["ood_score"]` is the name of the posterior's own score.
