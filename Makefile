@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
-	@$(INSTALL) -e '.[lab,text,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
+	@$(INSTALL) -e '.[lab,text,export,transformers,explore,botorch,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  curvlinops, the reference for K-FAC in the tests"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
 	@$(COMPILE)

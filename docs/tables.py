@@ -443,7 +443,20 @@ def _default_rule(_: str) -> str:
     return markdown_rows(header, rows, left=2)
 
 
+def _bayesian_optimisation(function: str) -> str:
+    rows = [row for row in record("bayesian_optimisation")["summary"] if row["function"] == function]
+    columns = (
+        ("method", "{method}"),
+        ("last regret", "{last_regret:.4f} ± {last_regret_error:.4f}"),
+        ("median", "{median_last_regret:.4f}"),
+        ("fit, CPU s per step", "{fit_seconds:.2f}"),
+        ("search, CPU s per step", "{search_seconds:.2f}"),
+    )
+    return listed(rows, columns)
+
+
 SOURCES: dict[str, Callable[[str], str]] = {
+    "bayesian-optimisation": _bayesian_optimisation,
     "closed-forms": _closed_forms,
     "crash": _crash,
     "decisions": _decisions,

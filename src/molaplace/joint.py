@@ -10,7 +10,8 @@ The latent functions are the functions that `predict` uses, after temperature, d
 * In classification, they are the logits that the link receives, so :math:`a_k = 1 / s_k` and :math:`b = 1`. At temperature 1, pooling 1
   and distance exponent 0, their means and variances are `logit_mean` and `logit_variance` of `predict`.
 * In regression, they are the targets without noise, in the targets' units, so :math:`a_k = s_k`, and b is the scale of the targets. The
-  noise is separate: the variances plus the noise are `component_variance` of `predict`. A distance exponent multiplies both.
+  noise is separate: the variances plus the noise are `component_variance` of `predict`. A distance exponent multiplies both; `predict`
+  counts the growth of the noise as epistemic.
 
 The mixture is a mixture of K multivariate normals. Matrices are computed when they are requested. With a Kronecker structure, the
 covariance is a product of an (n, n) and a (C, C) matrix.

@@ -175,3 +175,13 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     assert "read 500 of 1000" in both.stdout
     for row in ("prior precision", "log evidence", "test accuracy", "mean confidence"):
         assert_close(numbers(both.stdout, row), numbers(printed, row), name=row)
+
+
+def test_bayesian_optimisation(run):
+    pytest.importorskip("botorch", reason="NO BOTORCH: pip install 'molaplace[botorch]' to run this example.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BoTorch and its dependencies warn about themselves
+        printed = run("bayesian_optimisation.py", "--steps", "6")
+    for method in ("random", "Gaussian process", "molaplace", "molaplace, conditioned"):
+        first, last, *_ = numbers(printed, method)
+        assert 0 <= last <= first
