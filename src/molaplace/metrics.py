@@ -1,4 +1,4 @@
-"""Metrics for predicted probabilities and for outlier scores, as pure functions of tensors.
+"""Metrics for predicted probabilities and for outlier scores, as pure functions of tensors, without gradients.
 
 A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics in terms of
 confidence, with in-distribution data as positives. With score = -confidence, both definitions give the same values. The treatment of
@@ -42,6 +42,7 @@ def brier(probs: Tensor, labels: Tensor) -> float:
     return float(CATEGORICAL.distribution(probs).scores(labels)["brier"].mean())
 
 
+@torch.no_grad()
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Return a tensor (bins, 3) with each bin's number of predictions, sum of confidences and number of correct predictions.
 
@@ -57,6 +58,7 @@ def bin_index(confidence: Tensor, bins: int) -> Tensor:
     return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
 
 
+@torch.no_grad()
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
     """Compute the sums for `bin_confidences`, of shape (..., bins, 3), from float64 confidences (..., n) and correctness (..., n)."""
     index = bin_index(confidence, bins)
@@ -66,7 +68,6 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
     return sums.movedim(0, -1)
 
 
-@torch.no_grad()
 def calibration_gap(binned: Tensor) -> float:
     """Return the mean |confidence - accuracy| over the bins, weighted by their counts, given the sums from `bin_confidences`."""
     return float(calibration_gaps(binned))
@@ -83,12 +84,12 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
-@torch.no_grad()
 def largest_gap(binned: Tensor) -> float:
     """Return the largest |confidence - accuracy| of any bin, given the sums from `bin_confidences`; empty bins have a gap of 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
+@torch.no_grad()
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
     """Return the same sums as `bin_sums`, but with the bins used in the authors' scripts, for comparison with published values.
 
@@ -110,6 +111,7 @@ def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
 
 
+@torch.no_grad()
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     """Return the error rate at each coverage if predictions are made only for the least uncertain inputs.
 
@@ -141,7 +143,6 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
-@torch.no_grad()
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
     """Return the lowest possible AURC of `count` predictions with `wrong` errors, obtained by rejecting all errors first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64, device="cpu")
@@ -173,7 +174,6 @@ def share_below(values: Tensor, others: Tensor) -> Tensor:
     return (ends[0] + ends[1]).double() / (2 * len(others))
 
 
-@torch.no_grad()
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
     # Sum the precision over the thresholds, weighted by the increase in recall, without interpolation. Positives have high scores.
     scores = torch.cat([positives, negatives])
@@ -194,6 +194,7 @@ def _by_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor],
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
+@torch.no_grad()
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Return each label's area under the ROC curve: the probability that a positive datum scores higher than a negative datum.
 
@@ -211,6 +212,7 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     return _by_label(probs, labels, area)
 
 
+@torch.no_grad()
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Return each label's average precision: the mean precision, weighted by increases in recall, without interpolation.
 
@@ -224,6 +226,7 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     return _by_label(probs, labels, precision)
 
 
+@torch.no_grad()
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Return each label's calibration error: the mean |probability - share of positives| over equal-width bins.
 

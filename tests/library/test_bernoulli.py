@@ -276,7 +276,7 @@ def by_hand(posterior, val):
     """Scores over the known labels."""
     ((inputs, labels),) = val
     known = ~labels.isnan()
-    yes = posterior(inputs)[known]
+    yes = posterior(inputs).detach()[known]
     targets = labels[known].long()
     pair = torch.stack([1 - yes, yes], 1)
     return {

@@ -267,7 +267,8 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int], None]) -> MoonsR
     size = settings.map_size
     axis = torch.linspace(-REACH, REACH, size, dtype=torch.float32, device="cpu")
     plane = torch.cartesian_prod(axis, axis).flip(1)  # rows run from bottom to top, and each row from left to right
-    confidence = {name: method(plane).double().amax(1).reshape(size, size) for name, method in methods.items()}
+    with torch.no_grad():
+        confidence = {name: method(plane).double().amax(1).reshape(size, size) for name, method in methods.items()}
     return MoonsResult(
         points=data.inputs.double().numpy(),
         labels=data.labels.numpy(),
