@@ -69,7 +69,7 @@ def test_scores_of_classes_against_other_libraries(evaluated, data):
     pairs, predictors, found = evaluated
     inputs, labels = pairs[data]
     for name, predictor in predictors.items():
-        probs, row = predictor(inputs), found[name, data]
+        probs, row = predictor(inputs).detach(), found[name, data]
         correct = probs.argmax(1) == labels
         ece = multiclass_calibration_error(probs, labels, num_classes=4, n_bins=15, norm="l1")
         expected = {
