@@ -40,11 +40,9 @@ singular if inputs are equal or outnumber the features."""
 
 
 def _root(covariance: Tensor) -> Tensor:
-    size = covariance.shape[-1]
-    level = (
-        covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(covariance.dtype).tiny)
-    )
-    return torch.linalg.cholesky(covariance + JITTER * level * torch.eye(size).to(covariance))
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+    level = diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(covariance.dtype).tiny)
+    return torch.linalg.cholesky(covariance + torch.diag_embed(JITTER * level.expand_as(diagonal)))
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,9 @@ class JointPrediction:
         """
         noises = self.noises
         assert isinstance(self.likelihood, RegressionLikelihood)
-        values = self.likelihood.check_targets(torch.as_tensor(targets), self.latent.means[0], "the targets")
+        values = self.likelihood.check_targets(
+            torch.as_tensor(targets, device=self.weights.device), self.latent.means[0], "the targets"
+        )
         total = self.weights.log()
         for output in range(values.shape[1]):
             covariances = self.output_covariances(output) + torch.diag_embed(noises[..., output])
