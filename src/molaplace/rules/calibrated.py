@@ -6,9 +6,9 @@ include a weak prior against T < 1 and c < 1 (`priors.py`), without which few da
 1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
 2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each change only if its paired gain, prior
    included, exceeds two standard errors.
-3. *Spend.* Choose the largest distance exponent at which the loss stays within a budget. The budget is the loss after step 2 plus the
-   larger of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond
-   the 90 % quantile of the validation data's distances.
+3. *Spend.* Choose the largest distance exponent that raises the loss after step 2 by at most a budget. The budget is the larger of two
+   amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the 90 %
+   quantile of the validation data's distances.
 4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that, at the same T, raises the loss by at most
    0.5 %, including one standard error. The covariance lowers confidence and adds the uncertainty within each network.
 
@@ -199,9 +199,8 @@ class Search:
     def curve(self) -> dict[str, tuple[float, ...]]:
         """Return the settings and the mean log loss of every trial."""
         rows = [{**trial.settings.as_json(), "nll": trial.loss} for trial in self.tried]
-        return as_curve(
-            [{**row, "prior_precision": row["prior_precision"][0]} for row in rows]
-        )  # shared by all networks
+        # All networks have the same prior precision.
+        return as_curve([{**row, "prior_precision": row["prior_precision"][0]} for row in rows])
 
     def _penalised(self, trial: Trial) -> float:
         # Return the mean log loss, plus the share of each datum in the negative log prior of the temperature and the pooling.
@@ -219,16 +218,16 @@ class Search:
         high = math.log(HOTTEST)
         rows = np.arange(len(candidates))
         centres = np.full(len(candidates), math.log(around))
-        # Try five temperatures in each round, with ever smaller steps around the best temperature. With S candidates and n data, `logs`
-        # has shape (S, 5), and `losses` (S, 5, n).
+        # Try five temperatures in each round, with ever smaller steps around the best temperature. With S candidates and n data, the
+        # log temperatures have shape (S, 5), and the losses (S, 5, n).
         for step in (width / 2, width / 6, width / 18):
-            logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
-            losses = self._losses(candidates, np.exp(logs))
-            prior = negative_log_prior(logs)
-            columns = (losses.mean(2).numpy() + prior / self.num_data).argmin(1)
-            centres = logs[rows, columns]
+            log_temperatures = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
+            losses = self._losses(candidates, np.exp(log_temperatures))
+            prior = negative_log_prior(log_temperatures)
+            best = (losses.mean(2).numpy() + prior / self.num_data).argmin(1)
+            centres = log_temperatures[rows, best]
         chosen = replace(candidates, temperature=torch.from_numpy(np.exp(centres)))
-        trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(columns)]
+        trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(best)]
         self.tried += trials
         return trials
 

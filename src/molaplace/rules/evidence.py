@@ -38,9 +38,11 @@ class Evidence(Rule):
         precisions: list[float] = []
         factors: list[float] = []
         for group in [networks] if self.shared else [[index] for index in networks]:
-            best = partial(_best, objective, group)
-            log_factor = maximise(lambda log, best=best: best(log)[1], -7.0, 7.0, coarse=29) if free else 0.0  # type: ignore[misc]
-            precisions += [math.exp(best(log_factor)[0])] * len(group)
+            at_factor = partial(_largest_evidence, objective, group)
+            log_factor = 0.0
+            if free:
+                log_factor = maximise(lambda log, at_factor=at_factor: at_factor(log)[1], -7.0, 7.0, coarse=29)  # type: ignore[misc]
+            precisions += [math.exp(at_factor(log_factor)[0])] * len(group)
             factors += [math.exp(log_factor)] * len(group)
         listed = ", ".join(dict.fromkeys(f"{precision:.3g}" for precision in precisions))
         return Tuning(
@@ -51,7 +53,7 @@ class Evidence(Rule):
         )
 
 
-def _best(objective: Objective, group: Sequence[int], log_factor: float) -> tuple[float, float]:
+def _largest_evidence(objective: Objective, group: Sequence[int], log_factor: float) -> tuple[float, float]:
     # Return the log of the prior precision that maximises the sum of the networks' log evidences with scaled noise, and this maximum.
     scaled = objective.with_noise(math.exp(log_factor))
 

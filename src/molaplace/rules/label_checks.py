@@ -11,7 +11,7 @@ from torch import Tensor
 from molaplace.errors import DataError, warn
 from molaplace.options import listed
 
-CLEAR = 0.25
+CLEAR_GAIN = 0.25
 """Labels are rejected if a different order raises the accuracy by more than this."""
 
 CHANCE = 1e-4
@@ -39,18 +39,19 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
                 matched[label] = output
                 most[label] = count
         reordered = sum(most.values()) / total
-        if len(matched) < 2 or len(set(matched.values())) < len(matched) or reordered <= agreement[index] + CLEAR:
+        if len(matched) < 2 or len(set(matched.values())) < len(matched) or reordered <= agreement[index] + CLEAR_GAIN:
             continue
         if total < 2 * len(matched):  # a label that occurs once fits any order
             continue
-        share = sum(int((targets == a).sum()) * int((classes == b).sum()) for a, b in matched.items()) / total**2
+        products = [int((targets == label).sum()) * int((classes == output).sum()) for label, output in matched.items()]
+        chance = sum(products) / total**2
         outputs = len(torch.unique(classes))
-        orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
+        log_orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
         # Union bound: multiply the Chernoff bound for one order by the number of orders.
-        if reordered > share and orders - total * _divergence(reordered, share) <= math.log(CHANCE):
+        if reordered > chance and log_orders - total * _divergence(reordered, chance) <= math.log(CHANCE):
             order = listed([f"{label} -> {output}" for label, output in matched.items()], 20)
             advice = "Label each input with the index of its class among the outputs."
-            if max(agreement) > reordered - CLEAR:  # another network agrees with the labels
+            if max(agreement) > reordered - CLEAR_GAIN:  # another network agrees with the labels
                 advice = (
                     f"Other networks agree with the labels, so leave out networks[{index}], or reorder its outputs."
                 )
@@ -67,14 +68,16 @@ def _divergence(share: float, chance: float) -> float:
     return share * math.log(share / chance) + rest
 
 
-def check_accuracy(targets: Tensor, predicted: Sequence[Tensor], chance: float, independent: float, where: str) -> None:
+def check_accuracy(
+    targets: Tensor, predicted: Sequence[Tensor], chance: float, independent_share: float, where: str
+) -> None:
     """Warn if networks predict the labels no better than chance, or if the labels cannot show this; at least one must be known.
 
     Args:
         targets: true choices, with -1 for missing labels.
         predicted: choices predicted by each network.
         chance: probability that a guess is correct.
-        independent: ratio of the number of independent data points to the number of rows.
+        independent_share: ratio of the number of independent data points to the number of rows.
         where: name of the data in messages.
     """
     known = targets >= 0
@@ -82,7 +85,7 @@ def check_accuracy(targets: Tensor, predicted: Sequence[Tensor], chance: float, 
     if not count:
         raise DataError("every label is missing. At least one label is needed.", place=f"the {where}")
     accuracies = [float(((choices == targets) & known).sum() / count) for choices in predicted]
-    error = math.sqrt(chance * (1 - chance) / max(1.0, independent * count))
+    error = math.sqrt(chance * (1 - chance) / max(1.0, independent_share * count))
     guessing = [index for index, accuracy in enumerate(accuracies) if accuracy < chance + 2 * error]
     if chance + 2 * error >= 1:
         warn(
