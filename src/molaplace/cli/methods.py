@@ -31,7 +31,7 @@ from molaplace.likelihoods.base import mixed
 from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
 from molaplace.prediction import Field, Prediction, RegressionPrediction
-from molaplace.rules.held_out import POSITIONS_KEPT, HeldOut
+from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.settings import Settings
 
 COVERAGE = 0.9
@@ -194,7 +194,7 @@ class ComparedMethods:
             flatten_positions,
             where=where,
             ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
-            positions=POSITIONS_KEPT,
+            positions=POSITIONS_PER_INPUT,
             first=columns[self.subject].count,
         )
         single, _, _ = flatten(single, labels)
@@ -245,7 +245,7 @@ def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:
         )
     if posterior.is_dense:
         notes.append(
-            f"Every number is computed over at most {POSITIONS_KEPT} positions drawn at random from each input. Standard "
+            f"Every number is computed over at most {POSITIONS_PER_INPUT} positions drawn at random from each input. Standard "
             f"errors treat each input as one observation, because the positions of one input are correlated."
         )
     elif classification and not posterior.likelihood.mutually_exclusive:

@@ -29,18 +29,18 @@ from molaplace.rules.label_checks import check_accuracy, check_class_order, chec
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
 
-POSITIONS_KEPT = 256
+POSITIONS_PER_INPUT = 256
 """Number of positions drawn from each input if the outputs are dense. Neighbouring positions are similar, so more positions would add
 little."""
 
-LONG = 0.99
+NORM_QUANTILE = 0.99
 """Feature norms up to this quantile of the validation data's norms count as typical."""
 
-COPIES = 0.1
+LEAST_DISTANCE = 0.1
 """Lower bound on the validation data's median distance, relative to the distance of the training data. A smaller median means that
 most validation data are copies of training data and do not represent new data."""
 
-UNLIKE = 4.0
+NORM_RATIO = 4.0
 """Validation and training data seem to be preprocessed differently if their feature norms differ by at least this factor."""
 
 TINY = 1e-300
@@ -54,7 +54,7 @@ class HeldOut(Captured):
     """Features, outputs and labels of all held-out data, on the CPU and without positions."""
 
     likelihood: Likelihood
-    independent: float
+    independent_share: float
     """Ratio of the number of independent data points to the number of rows. The ratio is below 1 for dense outputs, because the
     positions of one input are correlated."""
     where: str = "validation loader"
@@ -76,13 +76,16 @@ class HeldOut(Captured):
             if likelihood.mutually_exclusive:
                 check_class_order(targets, predicted, self.where)
             chance = 1 / likelihood.num_choices(self.outputs[0].shape[1])
-            check_accuracy(targets, predicted, chance, self.independent, self.where)
+            check_accuracy(targets, predicted, chance, self.independent_share, self.where)
         elif isinstance(likelihood, Gaussian):
             means = [self.team.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
             check_units(torch.stack(means).mean(0), self.team.gather(self.labels), self.where)
 
     def score_groups(self) -> Tensor:
-        """Return the index (m,) of the input to which each score belongs. Multi-label data have a score for each known label."""
+        """Return the index (m,), over all processes, of the row to which each score belongs.
+
+        Multi-label data have a score for each known label of a row, and dense data have a row for each position of an input.
+        """
         rows = torch.arange(len(self), device="cpu")
         if self.labels is not None:
             rows = self.likelihood.rows_of_scores(self.labels)
@@ -91,7 +94,7 @@ class HeldOut(Captured):
 
     def num_independent(self) -> float:
         """Return the number of independent data of all processes: the number of inputs, however many positions or labels they have."""
-        return self.independent * (int(self.score_groups().max()) + 1)
+        return self.independent_share * (int(self.score_groups().max()) + 1)
 
     def accuracy(self) -> tuple[float, float]:
         """Return the mean accuracy of the networks on these data, and its standard error."""
@@ -108,9 +111,9 @@ class HeldOut(Captured):
         num_known = self.team.gather(known.double().view(len(self), width).sum(1))
         total = float(num_known.sum())
         accuracy = float(num_correct.sum()) / total
-        spread = float((num_correct - accuracy * num_known).square().sum()) / self.independent
+        spread = float((num_correct - accuracy * num_known).square().sum()) / self.independent_share
         # The error is at least 1 / (count + 2), because the spread is 0 if all predictions are correct, however few they are.
-        return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
+        return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent_share * total + 2))
 
     def notes_on_norms(self, reference: Reference, distances: Sequence[ClassDistance]) -> tuple[str, ...]:
         """Warn, and return a note, if feature norms differ greatly from those of the training data."""
@@ -119,7 +122,7 @@ class HeldOut(Captured):
             for scale, distance in zip(reference.scales, distances, strict=True)
         ]
         largest = max(logs, key=abs)
-        if abs(largest) < math.log(UNLIKE):
+        if abs(largest) < math.log(NORM_RATIO):
             return ()
         return (
             warned(
@@ -132,10 +135,10 @@ class HeldOut(Captured):
 def feature_scales(logs: Tensor, distances: Sequence[ClassDistance]) -> Reference:
     """Return each network's median distance and 99 % quantile of the norms, given log distances and log norms (2K, n)."""
     medians = np.quantile(logs[: len(distances)].numpy(), 0.5, axis=1)
-    norms = np.quantile(logs[len(distances) :].numpy(), LONG, axis=1)
+    norms = np.quantile(logs[len(distances) :].numpy(), NORM_QUANTILE, axis=1)
     scales = []
     for distance, median, norm in zip(distances, medians, norms, strict=True):
-        scales.append(FeatureScale(max(math.exp(median), COPIES * distance.training_distance), math.exp(norm)))
+        scales.append(FeatureScale(max(math.exp(median), LEAST_DISTANCE * distance.training_distance), math.exp(norm)))
     return Reference(tuple(scales))
 
 
@@ -166,7 +169,7 @@ def read_held_out(
     """
     check_loader(loader, where)
     team = Team.single() if team is None else team
-    inputs = 0
+    num_inputs = 0
     parts = []
     batches = stream(
         networks,
@@ -178,15 +181,16 @@ def read_held_out(
         required=team.size == 1,
         progress=progress,
         total=batch_count(loader),
-        positions=POSITIONS_KEPT,
+        positions=POSITIONS_PER_INPUT,
         first_input=team.unique(0),  # each process draws different positions
         ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
     )
     with evaluating(*networks):
         for batch in batches:
-            inputs += batch.used_inputs
-            rows = batch.on_cpu()
-            parts.append([*rows.features, *rows.outputs, *([] if rows.labels is None else [rows.labels])])
+            num_inputs += batch.used_inputs
+            captured = batch.on_cpu()
+            labels = [] if captured.labels is None else [captured.labels]
+            parts.append([*captured.features, *captured.outputs, *labels])
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     # A rank without data stores tensors with no rows but otherwise the same shapes as on other ranks.
     forms = [(column.dtype, column.shape[1:]) for column in columns]
@@ -196,7 +200,7 @@ def read_held_out(
     columns = columns or [torch.zeros((0, *shape), dtype=dtype, device="cpu") for dtype, shape in forms]
     count = len(networks)
     outputs = columns[count : 2 * count]
-    counts = team.sum([torch.tensor([inputs, len(outputs[0])], dtype=torch.float64, device="cpu")])[0]
+    counts = team.sum([torch.tensor([num_inputs, len(outputs[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
         heads=heads,
         features=columns[:count],
@@ -204,7 +208,7 @@ def read_held_out(
         layout=Layout.of(outputs[0], -1),
         labels=columns[2 * count] if len(columns) > 2 * count else None,
         likelihood=likelihood,
-        independent=float(counts[0] / counts[1]),
+        independent_share=float(counts[0] / counts[1]),
         where=where,
         team=team,
     )

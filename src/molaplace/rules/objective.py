@@ -45,11 +45,12 @@ def paired(first: Tensor, second: Tensor, data: HeldOut) -> tuple[float, float]:
     gap = first - second
     group = data.score_groups()
     mean = gap.mean()
-    # The labels of one input are not independent, so the differences are first summed within each input.
+    # The labels of one row are not independent, so the differences are first summed within each row. Nor are the positions of one
+    # input, which `independent_share` accounts for.
     total = gap.new_zeros(int(group.max()) + 1).index_add_(0, group, gap - mean)
     if len(total) == 1:
         return float(mean), math.inf  # a standard error needs more than one input
-    return float(mean), float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
+    return float(mean), float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent_share)
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Objective:
         data = self.data if data is None else data
         candidates = settings if settings.is_search else settings.candidates()
         at_once = len(candidates) if self.link.variance_only and self.fixed_weights else 1
-        parts = range(0, len(candidates), at_once)
-        predictors = [self.predictor_at(candidates[start : start + at_once]) for start in parts]
+        starts = range(0, len(candidates), at_once)
+        predictors = [self.predictor_at(candidates[start : start + at_once]) for start in starts]
         chunks = []
         for rows in data.chunks(at_once * self.link.row_size(data.outputs[0].shape[1])):
             scores = [score(predictor(rows), rows.labels) for predictor in predictors]
