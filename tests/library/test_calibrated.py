@@ -266,3 +266,8 @@ def test_copies_of_a_position_are_no_more_evidence(tuned):
     dense = mola.fit(tuned.posterior.networks, *copied, progress=False)
     assert_close(dense.tuning.settings.as_json(), tuned.posterior.settings.as_json(), "search")
     assert dense.tuning.summary == tuned.posterior.tuning.summary
+    copies, originals = (
+        posterior.read(data, "validation loader", labelled=True).accuracy()
+        for posterior, data in ((dense, copied[1]), (tuned.posterior, [tuned.validation]))
+    )
+    assert copies == pytest.approx(originals)

@@ -174,6 +174,15 @@ class TestSearch:
 
 class TestThreshold:
     @quiet
+    def test_the_target_is_never_below_chance(self, trained):
+        members, batches, validation = trained
+        posterior = mola.fit(members[0], batches)
+        always_wrong = [(inputs, posterior(inputs).argmin(1)) for inputs, _ in validation]
+        target, origin, _ = Threshold().target(posterior.read(always_wrong, "validation loader", labelled=True))
+        assert target == 1 / 4
+        assert "chance level" in origin
+
+    @quiet
     def test_the_default_lies_below_the_networks_own_accuracy(self, trained):
         members, batches, validation = trained
         tuned = mola.fit(members, batches, validation, rule="threshold")

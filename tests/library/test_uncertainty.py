@@ -1,11 +1,13 @@
 """Entropies of sure predictions to relative rounding: the epistemic part is a share of them."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.uncertainty import entropy, softmax_and_entropy
+from molaplace.uncertainty import entropy, entropy_limit, softmax_and_entropy
 from tests.closeness import assert_close
 
 
@@ -77,3 +79,18 @@ def test_the_parts_of_the_uncertainty_are_never_negative_and_sum_to_it(likelihoo
         assert prediction.numpy().keys() >= {"aleatoric", "epistemic", "ood_score"}
         for name, values in prediction.numpy().items():
             torch.testing.assert_close(torch.from_numpy(values), getattr(prediction, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("draws", [8, 16, 64])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+def test_the_entropy_of_a_mean_of_few_draws_is_extrapolated_to_that_of_many(draws, spread):
+    """A mean of few draws has too little entropy. The estimate is closer, and never exceeds the largest entropy."""
+    means = torch.randn(40, 1, 30)
+    probs = (means + spread * torch.randn(40, 4096, 30)).softmax(-1)
+    expected = entropy(probs.mean(1))
+    parts = probs.view(40, 4096 // draws, 4, draws // 4, 30).mean(3)
+    limits = torch.stack([entropy_limit(quarters) for quarters in parts.unbind(1)]).mean(0)
+    plain = entropy(parts.mean(2)).mean(1)
+    assert bool((plain < expected).all())
+    assert float((limits - expected).abs().mean()) < 0.8 * float((plain - expected).abs().mean())
+    assert bool((limits <= math.log(30) + 1e-12).all())
