@@ -116,11 +116,11 @@ def test_pictures_reach_the_networks_as_the_training_data_did(shape):
     sight = make_subject(shape).sight
     image = noise(shape)
     assert sight.read(to_url(image)).tobytes() == image.tobytes()
-    own = NORMALISATIONS["cifar10"]
+    normalisation = NORMALISATIONS["cifar10"]
     photograph = noise((3, 40, 60))
-    preprocessing = Preprocessing(resize=16, crop=12, mode="RGB", mean=own.mean, std=own.std)
+    preprocessing = Preprocessing(resize=16, crop=12, mode="RGB", mean=normalisation.mean, std=normalisation.std)
     sight = Sight((3, 12, 12), preprocessing)
-    assert torch.equal(sight.inputs([sight.fit(photograph)])[0], own(preprocessing.prepare(photograph)))
+    assert torch.equal(sight.inputs([sight.fit(photograph)])[0], normalisation(preprocessing.prepare(photograph)))
     assert sight.images(sight.inputs([sight.fit(photograph)]))[0].tobytes() == sight.fit(photograph).tobytes()
     assert Sight((1, 10, 20), Preprocessing()).fit(photograph).size == (20, 10)
 
@@ -141,20 +141,20 @@ def test_the_answer_is_what_the_public_predictors_return(shape):
     explorer = Explorer(replace(subject, posterior=posterior))
     image = noise(shape, 5)
     changes = {"rotation": 30.0, "noise": 0.1}
-    answer = explorer.answer(image, changes)
+    values = explorer.evaluate(image, changes)
     inputs = subject.sight.inputs([change(image, **changes)])
     predictors = (mola.ensemble(networks[:1]), mola.ensemble(networks, posterior.weights), posterior)
-    for place, (method, predictor) in enumerate(zip(EXPLORED_METHODS, predictors, strict=True)):
+    for index, (method, predictor) in enumerate(zip(EXPLORED_METHODS, predictors, strict=True)):
         probs = predictor(inputs)[0]
-        assert_close([shares[method] for _, shares in answer["classes"]], probs)
-        assert answer["methods"][place][:2] == (method, subject.classes[int(probs.argmax())])
+        assert_close([shares[method] for _, shares in values["classes"]], probs)
+        assert values["methods"][index][:2] == (method, subject.classes[int(probs.argmax())])
         if explorer.has_curve:
-            assert_close(dict(answer["curves"][method])[30], probs.max())
+            assert_close(dict(values["curves"][method])[30], probs.max())
     prediction = posterior.predict(inputs)
-    assert_close(answer["epistemic"], prediction.epistemic[0], "difference", scale=1.0)
-    assert_close(answer["score"], prediction.ood_score[0], "difference", scale=1.0)
-    assert_close(answer["distance"], prediction.distance[0])
-    for (_, share), network in zip(answer["networks"], networks, strict=True):
+    assert_close(values["epistemic"], prediction.epistemic[0], "difference", scale=1.0)
+    assert_close(values["score"], prediction.ood_score[0], "difference", scale=1.0)
+    assert_close(values["distance"], prediction.distance[0])
+    for (_, share), network in zip(values["networks"], networks, strict=True):
         assert_close(share, mola.ensemble([network])(inputs).max())
 
 
@@ -190,18 +190,21 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, workspace):
     assert (subject.classes, subject.sight.shape, subject.reference.count) == (CLASSES, (3, 6, 6), 18)
     pixels, _ = workspace.pixels("val")
     inputs, _ = workspace.inputs("val")
-    own = [image for name, image in subject.examples if name == "from val"]
-    assert len(own) == EXAMPLES
-    assert {image.tobytes() for image in own} <= {to_image(one).tobytes() for one in pixels}
-    answer = Explorer(subject).answer(to_image(pixels[3]), {})
-    assert_close(answer["methods"][2][2], mola.load(fitted.folder, workspace.networks())(inputs[3:4]).max())
+    images = [image for name, image in subject.examples if name == "from val"]
+    assert len(images) == EXAMPLES
+    assert {image.tobytes() for image in images} <= {to_image(image).tobytes() for image in pixels}
+    values = Explorer(subject).evaluate(to_image(pixels[3]), {})
+    assert_close(values["methods"][2][2], mola.load(fitted.folder, workspace.networks())(inputs[3:4]).max())
 
 
 def test_what_is_missing_is_noted(fitted, workspace, tmp_path):
-    moved = folder_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
-    assert moved.reference.count == 18
-    assert "gone/away" in moved.notes[0]
-    assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
+    subject = folder_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
+    assert subject.reference.count == 18
+    assert "gone/away" in subject.notes[0]
+    assert [name for name, _ in subject.examples] == ["noise", "checks", "a flower"]
+    (tmp_path / "gone.csv").write_text("path,label\ngone.png,cat\n")
+    subject = folder_subject(changed(fitted.folder, tmp_path / "unusable", options__val=str(tmp_path / "gone.csv")))
+    assert "no input is usable" in subject.notes[0]
     run_fit(job_for(workspace, val=None, rule="evidence"), tmp_path / "plain")
     plain = folder_subject(open_posterior(tmp_path / "plain", trust=True))
     assert plain.reference is None
@@ -236,7 +239,7 @@ def serving(folder, root):
     ) as server:
         try:
             lines = iter(server.stdout.readline, "")
-            yield next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+/", line)))
+            yield next(match[0] for line in lines if (match := re.search(r"http://[\d.:]+/", line)))
             server.send_signal(signal.SIGINT)
             _, errors = server.communicate(timeout=PATIENCE)
             assert server.returncode == 0, errors
@@ -247,8 +250,8 @@ def serving(folder, root):
 
 @pytest.fixture(scope="module")
 def address(fitted, workspace):
-    with serving(fitted.folder, workspace.root) as found:
-        yield found
+    with serving(fitted.folder, workspace.root) as server_address:
+        yield server_address
 
 
 def test_only_this_machine_reaches_the_server(address):

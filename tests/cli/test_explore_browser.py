@@ -83,17 +83,17 @@ class Page:
     def text(self, selector):
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
 
-    def find(self, selector, place=0):
+    def find(self, selector, index=0):
         from selenium.webdriver.common.by import By
 
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)[place]
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)[index]
 
     def shows(self, picture, **changes):
         """Wait until the page shows what is predicted for a picture, or for the example of that number."""
         from molaplace.cli.explorer.page import percent
 
         image = self.explorer.subject.examples[picture][1] if isinstance(picture, int) else picture
-        expected = [percent(share) for _, _, share in self.explorer.answer(image, changes)["methods"]]
+        expected = [percent(share) for _, _, share in self.explorer.evaluate(image, changes)["methods"]]
         self.wait(lambda: self.confidences() == expected, expected)
 
     def confidences(self):
@@ -165,11 +165,11 @@ def test_a_walk_through_the_page(page, tmp_path):
     page.wait(lambda: "Draw something" in page.text(".answer"), "an empty pad")
 
     # Files: dropped, chosen, too large for the page, and no images.
-    own = noise((3, 6, 6), 7)
-    (tmp_path / "own.png").write_bytes(saved(own))
+    image = noise((3, 6, 6), 7)
+    (tmp_path / "own.png").write_bytes(saved(image))
     page.drop(tmp_path / "own.png")
     page.notes("own.png, 6 x 6")
-    page.shows(own)
+    page.shows(image)
     (tmp_path / "photograph.bmp").write_bytes(saved(noise((3, 90, 120)), "BMP"))
     page.run("document.querySelector('.file').hidden = false")
     page.find(".file").send_keys(str(tmp_path / "photograph.bmp"))
@@ -179,7 +179,7 @@ def test_a_walk_through_the_page(page, tmp_path):
     page.drop(tmp_path / "large.png")
     page.notes("large.png, 3000 x 3000")
     page.shows(Image.new("RGB", (6, 6), (200, 90, 80)))
-    for name, data in (("broken.png", saved(own)[:40]), ("<b>bold.txt", b"once upon a time"), ("empty.png", b"")):
+    for name, data in (("broken.png", saved(image)[:40]), ("<b>bold.txt", b"once upon a time"), ("empty.png", b"")):
         (tmp_path / name).write_bytes(data)
         page.drop(tmp_path / name)
         page.notes(f"{name} is not an image")
@@ -188,10 +188,14 @@ def test_a_walk_through_the_page(page, tmp_path):
 
     # Nothing went to another host, and nothing failed in the browser.
     requests = [json.loads(entry["message"])["message"] for entry in page.driver.get_log("performance")]
-    asked = {
-        urlsplit(one["params"]["request"]["url"]) for one in requests if one["method"] == "Network.requestWillBeSent"
+    addresses = {
+        urlsplit(request["params"]["request"]["url"])
+        for request in requests
+        if request["method"] == "Network.requestWillBeSent"
     }
-    assert {one.netloc for one in asked if one.scheme.startswith("http")} == {urlsplit(page.address).netloc}
+    assert {address.netloc for address in addresses if address.scheme.startswith("http")} == {
+        urlsplit(page.address).netloc
+    }
     assert [entry["message"] for entry in page.driver.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 

@@ -89,16 +89,16 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     rng = random.Random(7)
     for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         content = path.read_bytes()
-        for place, changed in flips(content, rng, 80):
+        for index, changed in flips(content, rng, 80):
             path.write_bytes(changed)
             tried += 1
             try:
                 if not torch.equal(read(tmp_path / "f"), expected):
-                    wrong.append(f"{path.name} at {place}: another result")
+                    wrong.append(f"{path.name} at {index}: another result")
             except MolaError:
                 refusals += 1
             except Exception as error:
-                wrong.append(f"{path.name} at {place}: {error!r}")
+                wrong.append(f"{path.name} at {index}: {error!r}")
         path.write_bytes(content)
     assert not wrong, "\n".join(wrong)
     assert refusals > 0.8 * tried > 60
@@ -138,10 +138,10 @@ def mutated(document, rng):
     holder = document
     for key in way:
         holder = holder[key]
-    how = rng.randrange(4)
-    if how == 0:
+    kind = rng.randrange(4)
+    if kind == 0:
         del holder[last]
-    elif how == 1 and isinstance(holder, list):
+    elif kind == 1 and isinstance(holder, list):
         holder.append(holder[last])
     else:
         holder[last] = rng.choice(MONSTERS)
@@ -252,22 +252,22 @@ def test_damaged_weights_are_refused(form, tmp_path):
         save_weights(source, path)
     else:
         torch.save(source.state_dict(), path, _use_new_zipfile_serialization=form == "torch")
-    whole = path.read_bytes()
-    for length in (0, 5, 9, 100, len(whole) // 2, len(whole) - 8):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in (0, 5, 9, 100, len(content) // 2, len(content) - 8):
+        path.write_bytes(content[:length])
         refused(small(2), path, "damaged is damaged, truncated")
         with pytest.raises(StorageError, match="damaged is"):
             read_metadata(path)
-    path.write_bytes(whole[:9] + b"?" * 31 + whole[40:])
+    path.write_bytes(content[:9] + b"?" * 31 + content[40:])
     refused(small(2), path, "damaged, truncated")
-    for place, changed in flips(whole, random.Random(3), 60):
+    for index, changed in flips(content, random.Random(3), 60):
         path.write_bytes(changed)
         try:
             load_weights(nn.Sequential(*small(2)), path)
         except StorageError:
             continue
         except Exception as error:
-            raise AssertionError(f"at {place}") from error
+            raise AssertionError(f"at {index}") from error
 
 
 # --- what is no file, or a file without end -------------------------------------------------------------------------------

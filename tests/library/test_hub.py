@@ -51,10 +51,10 @@ def read_card(folder):
 def test_what_is_saved_is_loaded_in_any_precision(tmp_path, dtype):
     posterior = mola.fit([build(dtype), build(dtype)], [(X.to(dtype), Y)], structure="full", link="mean-field")
     folder = hub.save(posterior, tmp_path / "model")
-    again = hub.load(folder, build)  # which builds in float64
-    assert_close(again(X.to(dtype)), posterior(X.to(dtype)))
-    assert_close(again.predict(X.to(dtype)).ood_score, posterior.predict(X.to(dtype)).ood_score, "difference")
-    assert not any(network.training for network in again.networks)
+    loaded = hub.load(folder, build)  # which builds in float64
+    assert_close(loaded(X.to(dtype)), posterior(X.to(dtype)))
+    assert_close(loaded.predict(X.to(dtype)).ood_score, posterior.predict(X.to(dtype)).ood_score, "difference")
+    assert not any(network.training for network in loaded.networks)
 
 
 def test_the_card_is_what_hubs_and_people_read(tmp_path, posterior, monkeypatch):
@@ -136,24 +136,24 @@ def test_networks_of_transformers_load_by_themselves(tmp_path):
         hub.load(folder)
 
 
-def damage(folder, name, how):
+def damage(folder, name, change):
     path = folder / name
-    if how == "remove":
+    if change == "remove":
         path.unlink()
-    elif how == "cut":
+    elif change == "cut":
         path.write_bytes(path.read_bytes()[:-100])
-    elif how == "flip":
+    elif change == "flip":
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
     else:
         document = json.loads(path.read_bytes())
-        how(document)
+        change(document)
         path.write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "words"),
+    ("name", "change", "words"),
     [
         ("config.json", "remove", "config.json cannot be read"),
         ("config.json", lambda document: document.update(format="other"), "not written by this version"),
@@ -168,9 +168,9 @@ def damage(folder, name, how):
         ("posterior/posterior.json", "remove", "posterior.json cannot be read"),
     ],
 )
-def test_damage_is_noticed(tmp_path, posterior, name, how, words):
+def test_damage_is_noticed(tmp_path, posterior, name, change, words):
     folder = hub.save(posterior, tmp_path / "model")
-    damage(folder, name, how)
+    damage(folder, name, change)
     with pytest.raises(StorageError, match=words):
         hub.load(folder, build)
 

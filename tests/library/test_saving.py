@@ -252,7 +252,9 @@ def small(seed=0, width=4, classes=3):
 
 def same(first, second):
     pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
-    return all(one[0] == two[0] and torch.equal(one[1], two[1]) for one, two in pairs if "num_batches" not in one[0])
+    return all(
+        left[0] == right[0] and torch.equal(left[1], right[1]) for left, right in pairs if "num_batches" not in left[0]
+    )
 
 
 def prefixed(prefix, state):
@@ -388,12 +390,12 @@ def test_fit_goes_on_from_its_checkpoint(name, fail_at, tmp_path):
     options = {**FITS[name], "checkpoint_every": 2, "progress": False}
     expected = fit(networks, batches, **options)
     with pytest.raises(ZeroDivisionError):
-        fit(networks, interrupted(), checkpoint=tmp_path / "kept", **options)
+        fit(networks, interrupted(), checkpoint=tmp_path / "checkpoint", **options)
     calls = []
     networks[0].register_forward_hook(lambda *_: calls.append(1))
-    actual = fit(networks, iter(batches), checkpoint=tmp_path / "kept", **options)
+    actual = fit(networks, iter(batches), checkpoint=tmp_path / "checkpoint", **options)
     assert len(calls) == 1 + 6 - fail_at // 2 * 2, "one pass finds the head, and batches in the sums are not run again"
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "checkpoint").exists()
     for left, right in zip(actual.components, expected.components, strict=True):
         sums = left.layer.sums
         others = right.layer.sums

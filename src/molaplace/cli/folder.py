@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +57,6 @@ MAX_OUTPUTS = 2**20
 
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
-
-LEFT_BEHIND = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
-"""Pattern that matches files left behind by an interrupted fit."""
 
 
 @dataclass(frozen=True)
@@ -184,16 +180,16 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
     """Return the form, shapes and types of the inputs in a batch, as plain values."""
     if isinstance(inputs, Tensor):
         form = "tensor"
-        named = {"": inputs}
+        tensors = {"": inputs}
     elif isinstance(inputs, dict):
         form = "mapping"
-        named = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     else:
         form = "tuple"
-        named = {str(index): value for index, value in enumerate(inputs)}
+        tensors = {str(index): value for index, value in enumerate(inputs)}
     described = [
         {"name": name, "shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
-        for name, value in named.items()
+        for name, value in tensors.items()
     ]
     return {"form": form, "inputs": described}
 
@@ -219,12 +215,12 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     kind = files.kind_of(output) if names else None
     # The folder may contain a job file and files from an interrupted fit.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
-    strange = [name for name in names if name not in known and not LEFT_BEHIND.fullmatch(name)]
+    unknown = [name for name in names if name not in known and not files.TENSORS.fullmatch(name)]
     if kind not in (None, KIND):
         raise OptionError(f"{output} contains a saved {kind}. Choose another --output.")
-    if kind is None and strange:
+    if kind is None and unknown:
         raise OptionError(
-            f"{output} contains other files ({listed(strange, 3)}) but no posterior. Choose another --output."
+            f"{output} contains other files ({listed(unknown, 3)}) but no posterior. Choose another --output."
         )
     return kind is not None
 

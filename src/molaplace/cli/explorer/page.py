@@ -97,7 +97,8 @@ class Explorer:
         # Return the probabilities (n, C) given by the first network, by the mean of all networks, and by the mixture of Laplace
         # approximations.
         posterior = self.subject.posterior
-        single, ensemble = (networks_alone(posterior, prediction, count) for count in (1, len(posterior.components)))
+        single = networks_alone(posterior, prediction, 1)
+        ensemble = networks_alone(posterior, prediction, len(posterior.components))
         return dict(zip(EXPLORED_METHODS, (single.probs, ensemble.probs, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
@@ -107,11 +108,11 @@ class Explorer:
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
             image = self.subject.sight.read(str(request["picture"]))
             with self._lock:
-                return TEMPLATES.get_template("answer.html").render(self.answer(image, read_changes(request)))
+                return TEMPLATES.get_template("answer.html").render(self.evaluate(image, read_changes(request)))
         except (MolaError, TypeError, ValueError, OverflowError, AttributeError) as error:
             return f'<article class="missing">{escape(str(error))}</article>'
 
-    def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def evaluate(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Apply `change` to a picture of the right size, and return the values that the page shows for the result."""
         subject = self.subject
         changed = change(image, **changes)
@@ -128,7 +129,7 @@ class Explorer:
             }
         alone = prediction.logit_mean[:, 0].softmax(-1)
         return {
-            "seen": to_url(changed),
+            "picture": to_url(changed),
             "methods": [(method, *self._chosen(row)) for method, row in rows.items()],
             "classes": [
                 (subject.classes[index], {name: float(row[index]) for name, row in rows.items()}) for index in indices

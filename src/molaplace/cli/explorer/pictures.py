@@ -119,7 +119,8 @@ class Sight:
 
     def fit(self, image: Image.Image) -> Image.Image:
         """Resize and crop a picture in the same way as the training data; if its size is still wrong, scale and centre-crop it."""
-        mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
+        channels, height, width = self.shape
+        mode = "L" if channels == 1 else "RGB"
         prepared = to_image(Preparation(self.preprocessing.resize, self.preprocessing.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):
             return prepared

@@ -21,7 +21,7 @@ from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
 from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
-from molaplace.errors import MolaError, OptionError
+from molaplace.errors import DataError, MolaError, OptionError
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress
@@ -141,13 +141,15 @@ def folder_subject(fitted: PosteriorFolder) -> Subject:
     )
 
 
-def _examples(fitted: PosteriorFolder, named: str, sight: Sight) -> list[Example]:
+def _examples(fitted: PosteriorFolder, name: str, sight: Sight) -> list[Example]:
     # The examples are spread evenly over the set, because the images in a folder are sorted by class. If the size of a set is
     # unknown, its first inputs are used.
-    source = fitted.open_dataset(named, labelled=False)
+    source = fitted.open_dataset(name, labelled=False)
     single = replace(source, preprocessing=replace(source.preprocessing, batch_size=1))
     usable = (
         rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None
     )
-    inputs = torch.cat(list(islice(usable, EXAMPLES)))[:EXAMPLES]
-    return [(f"from {Path(named).name}", image) for image in sight.images(inputs)]
+    inputs = list(islice(usable, EXAMPLES))
+    if not inputs:
+        raise DataError("no input is usable.")
+    return [(f"from {Path(name).name}", image) for image in sight.images(torch.cat(inputs)[:EXAMPLES])]
