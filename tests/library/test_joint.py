@@ -375,3 +375,25 @@ def test_gradients_by_a_carried_head_and_dense_outputs():
     x = torch.randn(5, 4, 2)
     carried = mola.fit(network, [(x, torch.arange(5) % 4)], progress=False)
     check_gradient(carried, x, list(network.parameters()))
+
+
+# --- files and graphs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_loaded_posterior_has_the_same_joint_prediction_and_functions(structure, tmp_path):
+    posterior, x, _ = two_networks(GAUSSIAN, structure)
+    posterior = settled(posterior)
+    loaded = mola.load(posterior.save(tmp_path / "posterior"), posterior.networks)
+    assert_close(loaded.joint(x[:4]).covariance(), posterior.joint(x[:4]).covariance(), "float64")
+    assert_close(loaded.function(5)(x[:4]), posterior.function(5)(x[:4]), "float64")
+
+
+@pytest.mark.export
+def test_calls_are_traced_with_and_without_gradients():
+    posterior, x, _ = two_networks()
+    posterior = settled(posterior)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            graph = torch.export.export(posterior, (x[:3],)).module()
+            assert_close(graph(x[3:6]), posterior(x[3:6]), "float64")
