@@ -1,4 +1,4 @@
-"""Run every Python snippet of README and docs, in order, in one namespace per page.
+"""Run every Python snippet of README, AGENTS and docs, in order, in one namespace per page.
 
 Hidden comments add to a page: `<!-- setup ... -->` is code for objects that the reader already has, `<!-- file: NAME -->` writes the
 next snippet to a file, and `<!-- run -->` runs the commands of the next block.
@@ -26,7 +26,7 @@ from molaplace_lab.models import lenet
 from tests.workspace import make_workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```python\n(?P<code>.*?)^```"
     r"|<!-- setup[^\n]*\n(?P<setup>.*?)-->"
