@@ -83,10 +83,13 @@ def pytest_collection_finish() -> None:
 
 
 def require_shared(name: str) -> Path:
-    """Return a file or folder of the real data; if it is missing, skip the test with a message, or fail in CI."""
+    """Return a file or folder of the real data; if it is missing, skip the test with a message, or fail in CI.
+
+    Where there are no real data, as on a public host, CI sets MOLAPLACE_TEST_DATA to "none" and skips these tests too.
+    """
     if not (SHARED / name).exists():
         message = f"NO REAL DATA at {SHARED}: set MOLAPLACE_TEST_DATA to the folder that holds {name}."
-        if os.environ.get("CI"):
+        if os.environ.get("CI") and SHARED.name != "none":
             pytest.fail(message)
         pytest.skip(message)
     return SHARED / name
