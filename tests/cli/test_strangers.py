@@ -233,9 +233,12 @@ def test_text_of_a_posterior_is_shown_without_control_characters(download, mola_
 
 ABSURD = {
     "job__result__outputs": 2**60,
+    "job__result__classes": ["cat"] * 4,
     "job__result__inputs": [{"name": "", "shape": [2**40], "dtype": "float32"}],
     "job__result__preprocessing__batch_size": 0,
     "job__result__preprocessing__workers": 0,
+    "job__result__preprocessing__crop": 2**40,
+    "job__result__preprocessing__resize": [8, 2**40],
     "job__result__preprocessing__dtype": "load",
     "job__result__validation": {"outlier_threshold": 1.0},
     "link": {"name": "mc", "samples": 10**12},
@@ -244,6 +247,7 @@ ABSURD = {
 
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_numbers_in_a_posterior_are_refused(download, name):
+    """Also those that only disagree with the networks."""
     folder = download.posterior("evil:build")
     assert open_posterior(folder, trust=True).outputs == 3
     with pytest.raises(StorageError, match=r"damaged|contains no posterior"):

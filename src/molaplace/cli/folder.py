@@ -26,7 +26,7 @@ from molaplace.cli.networks import build_networks
 from molaplace.cli.options import contents
 from molaplace.errors import OptionError, StorageError
 from molaplace.likelihoods import Gaussian
-from molaplace.options import listed
+from molaplace.options import counted, listed
 from molaplace.posterior import MoLA
 from molaplace.saving import files
 from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
@@ -154,6 +154,12 @@ def open_posterior(
             f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}. Restore these files, or fit "
             f"again with copies of the weights inside the folder: molaplace fit --config {path / NAME} --bundle"
         ) from error
+    outputs = {component.head.outputs for component in posterior.components if component.head is not None}
+    if outputs != {result["outputs"]} or len(result["classes"]) not in (0, result["outputs"]):
+        raise StorageError(
+            f"{path} is damaged: expected {counted(outputs.pop(), 'output')}, got {result['outputs']:,} with "
+            f"{counted(len(result['classes']), 'name')}."
+        )
     return PosteriorFolder(
         posterior=move(posterior, device),
         classes=tuple(result["classes"]) or None,

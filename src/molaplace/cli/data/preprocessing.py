@@ -16,6 +16,9 @@ from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
 from molaplace.options import one_of, whole_number
 
+MAX_SIDE = 2**14
+"""Largest number of pixels along one side of a prepared image."""
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -42,6 +45,9 @@ class Preprocessing:
         whole_number(self.batch_size, "batch_size")
         whole_number(self.workers, "workers")
         one_of(self.dtype, FLOATS, "dtype")
+        sides = (self.crop, *(self.resize if isinstance(self.resize, tuple) else (self.resize,)))
+        if any(side is not None and not 0 < side <= MAX_SIDE for side in sides):
+            raise OptionError(f"the sides of images must be from 1 to {MAX_SIDE:,} pixels; got {sides}.")
 
     @property
     def prepare(self) -> Preparation:
