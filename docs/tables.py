@@ -234,6 +234,25 @@ def _ranks(name: str) -> str:
     return listed(rows, columns)
 
 
+def _small_validation(name: str) -> str:
+    """Return the log loss of the default rule relative to the temperature-scaled ensemble, with and without the prior on pooling."""
+    cases: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in record("small_validation")["rows"]:
+        cases.setdefault((row["data"], row["validation"]), {})["with" if row["prior"] == "prior" else "without"] = row
+    columns = [("data", "{with[data]}"), ("validation data", "{with[validation]}")]
+    for prior in ("without", "with"):
+        columns += [
+            (f"{prior}: {title}", f"{{{prior}[{field}]:{form}}}")
+            for title, field, form in (
+                ("mean %", "mean", "+.2f"),
+                ("95 % quantile", "quantile_95", "+.1f"),
+                ("worst", "worst", "+.1f"),
+                ("pooled %", "pooled", "* 100 .0f"),
+            )
+        ]
+    return listed(cases.values(), columns, 2)
+
+
 def _segmentation(name: str) -> str:
     """Return per-pixel metrics on test images and shifted images, and the AUROC for detecting rings."""
     columns = [("", "{method}")]
@@ -469,6 +488,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "ranks": _ranks,
     "saturated": _saturated,
     "segmentation": _segmentation,
+    "small-validation": _small_validation,
     "speed": _speed,
     "two-nodes": _nodes,
     "uci": _uci,
