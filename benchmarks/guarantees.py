@@ -1,6 +1,6 @@
 """Simulate the guarantees of all decisions on exchangeable data from known distributions.
 
-    python benchmarks/guarantees.py [--draws 2000] [--quick]
+    python benchmarks/guarantees.py [--draws 500] [--quick]
 
 Each cell of the simulation is one decision with one method, number of validation data and guaranteed rate. In each draw, a threshold
 is calibrated on validation data, and a rate is measured on new data from the same distribution:
@@ -43,7 +43,7 @@ CLASSES = 5
 TOO_CONFIDENT = 1.7
 """Factor by which the logits of a predictor exceed those of the distribution of the labels."""
 
-DRAWS, QUICK = 2000, 50
+DRAWS, QUICK = 500, 50
 
 LIMIT = 4.5
 """Number of standard errors by which chance alone moves one of 100 cells in fewer than one of 1,000 runs."""

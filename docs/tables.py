@@ -207,6 +207,34 @@ def _decisions(name: str) -> str:
     return markdown_rows(["data", "guarantee", "realised %", ""], texts, 2)
 
 
+def _guarantees(name: str) -> str:
+    """Return the simulated guarantees by decision and method: how far the cells are from their guarantees and exact rates."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in record("guarantees")["rows"]:
+        rows.setdefault((row["decision"], row["method"]), []).append(row)
+    lines = []
+    for (decision, method), cells_of in rows.items():
+        shortfalls = [100 * (row["guarantee"] - row["rate"]) for row in cells_of]
+        exact = [row["off"] for row in cells_of if row["off"] is not None]
+        lines.append(
+            [
+                f"{decision}, {method}" if method else decision,
+                str(len(cells_of)),
+                f"{max(0.0, *shortfalls):.2f}",
+                f"{max(row['short'] for row in cells_of):.1f}",
+                f"{max(exact):.1f}" if exact else MISSING,
+            ]
+        )
+    header = [
+        "decision",
+        "cells",
+        "largest shortfall, points",
+        "in standard errors",
+        "from the exact rate, standard errors",
+    ]
+    return markdown_rows(header, lines)
+
+
 def _saturated(name: str) -> str:
     """Return the AUROC (in %) on inputs far from the data, by activation, likelihood and score."""
     scores = ("ood_score", "distance", "confidence, DE")
@@ -479,6 +507,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "closed-forms": _closed_forms,
     "crash": _crash,
     "decisions": _decisions,
+    "guarantees": _guarantees,
     "default": _default,
     "default-rule": _default_rule,
     "export": _export,
