@@ -282,6 +282,24 @@ def test_weights_of_others_load(form, modern, tmp_path):
     assert same(source.float(), target)
 
 
+def test_names_that_only_a_prefix_distinguishes_keep_it(tmp_path):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.module = nn.Sequential()
+            self.module.add_module("norm", nn.BatchNorm1d(2))
+
+    network = Nested()
+    nn.init.normal_(network.norm.weight)
+    state = {name: value for name, value in network.state_dict().items() if "num_batches" not in name}  # as old files
+    torch.save(state, tmp_path / "weights.pt")
+    loaded = Nested()
+    load_weights(loaded, tmp_path / "weights.pt")
+    assert torch.equal(loaded.norm.weight, network.norm.weight)
+    assert torch.equal(loaded.module.norm.weight, network.module.norm.weight)
+
+
 def test_saved_weights_load_with_their_metadata(tmp_path):
     source = small(1)
     target = small(2)
@@ -443,6 +461,8 @@ def test_changed_data_is_recognised(tmp_path):
     inner = image.clone()
     inner[0, 0, 13, 13] = 1e-30
     labels = torch.tensor([0, 1])
+    with pytest.raises(StorageError, match="does not begin with the 1 batches"):
+        skip(iter([(inner.flip(0), labels)]), progress_after((inner, labels)))  # inputs and labels in another order
     progress = progress_after((image, labels), batch(1))
     skip(iter([(image.clone(), labels), batch(1)]), progress)
     for others in (
