@@ -217,7 +217,7 @@ def compare(
 
 
 def check_probs(problem: Problem, probs: Tensor, reference: dense.Mixture) -> bool:
-    values = probs.double().numpy()
+    values = probs.detach().double().numpy()
     rows = problem.features(problem.test[0])
     valid = np.isfinite(values).all() and (values >= 0).all() and np.abs(values.sum(1) - 1).max() <= 1e-5
     require(valid, "rows are not probabilities")
