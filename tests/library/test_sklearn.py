@@ -50,6 +50,13 @@ def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
     torch.testing.assert_close(model.prediction(rows).probs, posterior(scaled).detach(), rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_the_same_share_of_every_class_is_set_aside(fraction):
+    labels = np.repeat([0, 1, 2], [10, 30, 100])
+    aside = quick(validation_fraction=fraction)._set_aside(labels, np.random.RandomState(0))
+    assert np.bincount(labels[aside]).tolist() == [10 * fraction, 30 * fraction, 100 * fraction]
+
+
 def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set_aside():
     """By hand: networks on the rest, tuned on what they did not see; its choice on networks that saw everything."""
     rows, labels = blobs()
