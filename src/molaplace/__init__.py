@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from molaplace.fitting import ensemble, fit
     from molaplace.loading import load
     from molaplace.mixture import Mixture
+    from molaplace.monitoring import Watch, watch
     from molaplace.posterior import MoLA
     from molaplace.prediction import Prediction, RegressionPrediction
     from molaplace.sklearn import MolaClassifier, MolaRegressor
@@ -36,6 +37,7 @@ __all__ = [
     "MolaRegressor",
     "Prediction",
     "RegressionPrediction",
+    "Watch",
     "abstain_threshold",
     "alarm_threshold",
     "calibration",
@@ -54,6 +56,7 @@ __all__ = [
     "prediction_sets",
     "rules",
     "structures",
+    "watch",
     "whole",
 ]
 
@@ -65,6 +68,7 @@ _NAMES = {
     "MolaRegressor": "sklearn",
     "Prediction": "prediction",
     "RegressionPrediction": "prediction",
+    "Watch": "monitoring",
     "abstain_threshold": "decisions",
     "alarm_threshold": "decisions",
     "ensemble": "fitting",
@@ -73,6 +77,7 @@ _NAMES = {
     "load": "loading",
     "prediction_intervals": "decisions",
     "prediction_sets": "decisions",
+    "watch": "monitoring",
 }
 
 
