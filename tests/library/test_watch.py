@@ -1,0 +1,609 @@
+"""Watching a deployed model: exact ranks and evidence, alarms at any time, expected accuracy, late labels, files and merged streams."""
+
+import itertools
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import molaplace as mola
+from molaplace.errors import DataError, OptionError, StorageError
+from molaplace.likelihoods import BERNOULLI
+from molaplace.monitoring import alarm as alarms
+from molaplace.monitoring.accuracy import FEWEST, ConfidenceThreshold
+from molaplace.monitoring.evidence import GRIDS, Evidence, start_weights, unspent
+from molaplace.monitoring.labelled import SHARES, confidence_sequence, log_fall_factors
+from molaplace.monitoring.ranks import ScoreCounts, bins_of, uniform_draws
+from molaplace.monitoring.watching import Baseline, Stream, Watch, WatchOptions
+from tests.library import problems
+
+
+def predicted(scores, confidence=0.9, labels=0, classes=3):
+    """A prediction with the given outlier scores, confidences and most probable classes."""
+    scores = torch.as_tensor(scores, dtype=torch.float64)
+    confidence = torch.as_tensor(confidence, dtype=torch.float64).expand(len(scores))
+    labels = torch.as_tensor(labels).expand(len(scores))
+    probs = ((1 - confidence) / (classes - 1))[:, None].repeat(1, classes)
+    probs[torch.arange(len(scores)), labels] = confidence
+    return mola.Prediction({"probs": probs, "ood_score": scores})
+
+
+def new_watch(scores, confidence=None, correct=None, **options):
+    confidence = np.full(len(scores), 0.9) if confidence is None else confidence
+    outcomes = None if correct is None else np.asarray(correct, dtype=float)[:, None]
+    baseline = Baseline.of_columns(np.asarray(scores, dtype=float), np.asarray(confidence)[:, None], outcomes)
+    return Watch(baseline, WatchOptions(**options), (Stream("", baseline.scores),))
+
+
+def normal_watch(count=500, seed=0, **options):
+    draw = np.random.default_rng(seed)
+    correct = draw.random(count) < 0.9
+    return new_watch(draw.normal(size=count), draw.random(count) ** 0.2, correct, **options)
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=20))
+def test_bins_keep_the_order_of_scores(values):
+    scores = np.sort(np.array(values))
+    bins = bins_of(scores)
+    assert (np.diff(bins) >= 0).all()
+    for low, high, difference in zip(scores[:-1], scores[1:], np.diff(bins), strict=True):
+        if high / 2 - low / 2 > max(abs(low), abs(high), 1e-30) / 2**8:
+            assert difference > 0, "scores further apart have different bins"
+
+
+def test_zeros_share_a_bin_and_numbers_beyond_float32_are_infinite():
+    assert len(set(bins_of(np.array([-0.0, 0.0])).tolist())) == 1
+    assert np.array_equal(bins_of(np.array([-1e300, 1e300])), bins_of(np.array([-np.inf, np.inf])))
+
+
+def slow_p_values(scores, first, draws):
+    """The definition: the rank of each bin among all bins so far."""
+    bins = bins_of(scores)
+    values = []
+    for index in range(first, len(scores)):
+        above = (bins[:index] > bins[index]).sum()
+        equal = (bins[: index + 1] == bins[index]).sum()
+        values.append((above + draws[index - first] * equal) / (index + 1))
+    return np.array(values)
+
+
+@pytest.mark.parametrize("kind", ["continuous", "ties", "infinite"])
+def test_p_values_follow_the_definition(kind):
+    draw = np.random.default_rng(0)
+    scores = {
+        "continuous": draw.standard_cauchy(900),
+        "ties": draw.integers(-2, 3, 900).astype(float),
+        "infinite": np.where(draw.random(900) < 0.5, -np.inf, draw.normal(size=900)),
+    }[kind]
+    draws = uniform_draws(3, 0, 800)
+    counts, _ = ScoreCounts().add(scores[:100], np.zeros(100))
+    counts, p_values = counts.add(scores[100:], draws)
+    assert np.array_equal(p_values, slow_p_values(scores, 100, draws))
+    assert len(counts) == 900
+    with pytest.raises(DataError, match="NaN"):
+        counts.add(np.array([1.0, math.nan]), np.zeros(2))
+
+
+@pytest.mark.parametrize("scores", [(1, 2, 3, 4), (1, 1, 2, 3), (2, 2, 2, 5), (7, 7, 7, 7)])
+def test_p_values_of_exchangeable_scores_are_independent_and_uniform(scores):
+    """Exactly: over all orders of the scores, the joint distribution of the last three p-values has density 1."""
+    orders = list(itertools.permutations(scores))
+    # Given an order, each p-value is uniform on an interval, whose ends are multiples of 1/2, 1/3 and 1/4.
+    points = [Fraction(2 * step + 1, 24) for step in range(12)]
+    density = dict.fromkeys(itertools.product(points, repeat=3), Fraction(0))
+    for order in orders:
+        values = np.array(order, dtype=float)
+        counts, _ = ScoreCounts().add(values[:1], np.zeros(1))
+        ends = [counts.add(values[1:], np.full(3, draw))[1] for draw in (0.0, 1.0)]
+        intervals = [
+            (Fraction(low).limit_denominator(24), Fraction(high).limit_denominator(24))
+            for low, high in zip(*ends, strict=True)
+        ]
+        volume = math.prod(high - low for low, high in intervals)
+        for point in density:
+            if all(low < value < high for value, (low, high) in zip(point, intervals, strict=True)):
+                density[point] += Fraction(1, len(orders)) / volume
+    assert set(density.values()) == {Fraction(1)}
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_stakes_are_never_worth_more_than_the_capital():
+    weights = start_weights(0, 100_000)
+    assert (weights > 0).all()
+    spent = np.cumsum(weights)
+    assert np.allclose(1 - spent, unspent(np.arange(100_000)), atol=1e-12)
+    assert spent[-1] < 1
+    assert np.array_equal(start_weights(7000, 3000), weights[7000:10_000])
+
+
+def slow_evidence(factors):
+    """The capital by its definition: the sum over bets and starts."""
+    count = factors.shape[1]
+    weights = start_weights(0, count)
+    capital = []
+    for last in range(count):
+        products = [factors[:, start : last + 1].prod(1).mean() for start in range(last + 1)]
+        capital.append(1 - weights[: last + 1].sum() + weights[: last + 1] @ products)
+    return np.array(capital)
+
+
+def test_evidence_is_the_sum_over_bets_and_starts():
+    factors = np.random.default_rng(0).uniform(0.3, 1.8, (3, 40))
+    capital = slow_evidence(factors)
+    for count in (1, 7, 40):
+        evidence = Evidence.none(3).add(np.log(factors[:, :count]))
+        assert evidence.log_value == pytest.approx(math.log(capital[count - 1]), abs=1e-12)
+        assert evidence.log_peak == pytest.approx(max(0, math.log(capital[:count].max())), abs=1e-12)
+    leader = evidence.leader
+    peak = int(capital.argmax())
+    gains = [factors[leader, start : peak + 1].prod() for start in range(peak + 1)]
+    assert evidence.began == int(np.argmax(gains))
+
+
+def test_capital_has_a_mean_of_one_under_the_hypothesis():
+    """Exactly: over all outcomes of fair bets on a coin."""
+    stakes = np.array([0.1, 0.5, 0.9])[:, None]
+    capitals = [
+        math.exp(Evidence.none(3).add(np.log1p(stakes * np.array(signs))).log_value)
+        for signs in itertools.product((-1, 1), repeat=9)
+    ]
+    assert np.mean(capitals) == pytest.approx(1, abs=1e-12)
+
+
+def test_every_bet_on_p_values_is_fair():
+    """The integral of each factor over the p-values, in the variable log p (or log(1 - p)) where the factors are steep."""
+    logs = np.linspace(math.log(2.0**-52), math.log(0.5), 200_001)
+    near = np.exp(logs)
+    step = logs[1] - logs[0]
+    weights = near * step
+    weights[[0, -1]] /= 2
+    integral = np.exp(alarms.log_factors(near)) @ weights + np.exp(alarms.log_factors(1 - near)) @ weights
+    # The deciles have jumps, at which the quadrature errs by a step. Below 2^-52, up to 3 % of the steepest factors is left out.
+    assert (integral < 1 + 5e-4).all()
+    assert (integral > 0.97).all()
+
+
+@pytest.mark.parametrize("cuts", [(0,), (1, 2, 3), (256, 257, 700), tuple(range(1, 700, 13))])
+def test_results_do_not_depend_on_how_the_stream_is_cut(cuts):
+    draw = np.random.default_rng(2)
+    scores = np.concatenate([draw.normal(size=300), draw.normal(1, 1, size=423)])
+    labels = torch.from_numpy(draw.integers(0, 2, 723))
+    prediction = predicted(scores, draw.random(723))
+    whole = normal_watch(window=600, recent=100).update(prediction, labels=labels)
+    parts = normal_watch(window=600, recent=100)
+    for start, end in itertools.pairwise((0, *cuts, 723)):
+        parts.update(prediction[start:end], labels=labels[start:end])
+    assert parts.count == whole.count == 723
+    for name, column in whole.streams[0].window.items():
+        assert np.array_equal(parts.streams[0].window[name], column), name
+    assert parts.accuracy == whole.accuracy
+    first, second = whole.alarm, parts.alarm
+    assert first.raised
+    assert second.raised
+    assert second.began == first.began
+    assert second.evidence == pytest.approx(first.evidence, abs=1e-9)
+    assert [entry.position for entry in first.contributions] == [entry.position for entry in second.contributions]
+    assert parts.labelled.evidence == pytest.approx(whole.labelled.evidence, abs=1e-9)
+    assert (parts.labelled.low, parts.labelled.high) == (whole.labelled.low, whole.labelled.high)
+
+
+# --- the alarm ----------------------------------------------------------------------------------------------------------
+
+
+def test_false_alarms_over_the_life_of_a_stream_are_rare():
+    alpha = 0.1
+    raised = 0
+    for seed in range(200):
+        scores = np.random.default_rng(seed).standard_t(3, 1100)
+        watch = new_watch(scores[:100], alpha=alpha, seed=seed)
+        raised += watch.update(predicted(scores[100:])).alarm.raised
+    assert raised <= 200 * alpha
+
+
+def test_ranks_in_a_fixed_validation_set_raise_an_alarm_in_the_end():
+    """Without any change: the reason for ranks among all scores so far. The bets are small, as in the proof."""
+
+    def peak(p_values):
+        deciles = np.minimum((10 * p_values).astype(int), 9)
+        wins = 10 * (deciles == np.arange(10)[:, None]) - 1
+        return Evidence.none(20).add(np.log1p(np.concatenate([0.05 * wins, -0.05 * wins]))).log_peak
+
+    for seed in range(8):
+        draw = np.random.default_rng(seed)
+        scores = draw.normal(size=30_100)
+        validation, stream = scores[:100], scores[100:]
+        draws = draw.random(len(stream))
+        fixed = (100 - np.searchsorted(np.sort(validation), stream) + draws) / 101
+        counts, _ = ScoreCounts().add(validation, np.zeros(100))
+        assert peak(fixed) > math.log(1000)
+        assert peak(counts.add(stream, draws)[1]) < math.log(100)
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        (lambda draw, count: draw.normal(6, 1, count), 40),  # everything is strange
+        (lambda draw, count: draw.normal(0.4, 1, count), 700),  # a small persistent shift
+        (lambda draw, count: np.where(draw.random(count) < 0.05, 8, draw.normal(size=count)), 900),  # outliers
+        (lambda draw, count: draw.normal(-1.5, 0.5, count), 80),  # too typical
+        (lambda draw, count: np.full(count, 0.3), 80),  # a stuck camera
+    ],
+)
+def test_changes_are_seen_also_after_a_long_calm(change, most):
+    calm = 5000
+    draw = np.random.default_rng(1)
+    watch = normal_watch(2000).update(predicted(draw.normal(size=calm)))
+    assert not watch.alarm
+    changed = change(draw, 2000)
+    needed = next(
+        count for count in range(10, 2001, 10) if watch.update(predicted(changed[count - 10 : count])).alarm.raised
+    )
+    assert needed <= most
+    alarm = watch.alarm
+    assert abs(alarm.began - calm) < max(40, most)
+    assert all(entry.position >= alarm.began for entry in alarm.contributions)
+    gains = [entry.gain for entry in alarm.contributions]
+    assert gains == sorted(gains, reverse=True)
+    assert "alarm, the change began at input" in repr(watch)
+
+
+def test_contributions_are_the_strangest_inputs():
+    draw = np.random.default_rng(0)
+    watch = normal_watch(1000).update(predicted(draw.normal(size=500)))
+    scores = np.where(np.arange(200) % 10 == 0, 9.0 + np.arange(200) / 100, draw.normal(size=200))
+    watch.update(predicted(scores))
+    strangest = {500 + 10 * index for index in range(20)}
+    assert watch.alarm
+    assert len(watch.alarm.contributions) == 10
+    assert {entry.position for entry in watch.alarm.contributions} <= strangest
+    assert all(entry.score >= 9 for entry in watch.alarm.contributions)
+
+
+def test_memory_does_not_grow_with_the_stream():
+    draw = np.random.default_rng(0)
+    watch = normal_watch(300, window=1000)
+    sizes = []
+    for _ in range(12):
+        watch.update(predicted(draw.normal(size=2000)))
+        stream = watch.streams[0]
+        arrays = [*stream.window.values(), stream.scores.bins, stream.scores.counts]
+        sizes.append(sum(array.nbytes for array in arrays))
+    assert sizes[-1] < 1.25 * sizes[5]
+    assert len(stream.scores.bins) <= 2**18
+    assert len(stream.window["score"]) == 1000
+    assert stream.first == watch.count - 1000
+
+
+# --- expected accuracy --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 1000])
+@pytest.mark.parametrize("rate", [0.0, 0.37, 1.0])
+def test_on_validation_data_the_expected_accuracy_is_the_accuracy(levels, rate):
+    draw = np.random.default_rng(levels)
+    confidence = draw.integers(1, levels + 1, (400, 1)) / levels
+    correct = (draw.random((400, 1)) < rate).astype(float)
+    threshold = ConfidenceThreshold.fit(confidence, correct)
+    expected = threshold.estimate(threshold.shares(confidence), np.zeros(400, dtype=bool))
+    assert expected.value == pytest.approx(correct.mean(), abs=1e-12)
+    assert expected.low <= expected.value <= expected.high
+    assert expected.reason is None
+
+
+def test_the_interval_covers_the_accuracy_of_new_data():
+    covered = 0
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        confidence = draw.random((900, 1)) ** 0.3
+        correct = (draw.random((900, 1)) < confidence).astype(float)
+        threshold = ConfidenceThreshold.fit(confidence[:600], correct[:600])
+        expected = threshold.estimate(threshold.shares(confidence[600:]), np.zeros(300, dtype=bool))
+        covered += expected.low <= correct[600:].mean() <= expected.high
+    assert 0.92 < covered / 300 < 0.98
+
+
+def test_each_label_has_its_own_threshold_and_positions_share_one():
+    draw = np.random.default_rng(0)
+    confidence = draw.random((500, 3))
+    correct = (draw.random((500, 3)) < np.array([0.2, 0.5, 0.9])).astype(float)
+    correct[draw.random((500, 3)) < 0.1] = math.nan
+    by_label = ConfidenceThreshold.fit(confidence, correct)
+    for label in range(3):
+        known = ~np.isnan(correct[:, label])
+        alone = ConfidenceThreshold.fit(confidence[known, label : label + 1], correct[known, label : label + 1])
+        assert by_label.thresholds[label] == alone.thresholds[0]
+    pooled = ConfidenceThreshold.fit(confidence, correct, pooled=True)
+    known = ~np.isnan(correct)
+    flat = ConfidenceThreshold.fit(confidence[known][:, None], correct[known][:, None])
+    assert pooled.thresholds == flat.thresholds
+    assert np.array_equal(pooled.shares(confidence), flat.shares(confidence.reshape(-1, 1)).reshape(500, 3).mean(1))
+
+
+def test_accuracy_is_not_estimated_where_it_cannot_be():
+    draw = np.random.default_rng(0)
+    watch = normal_watch()
+    assert watch.accuracy.reason == "few inputs"
+    watch.update(predicted(draw.normal(size=FEWEST - 1)))
+    assert (watch.accuracy.value, watch.accuracy.reason) == (None, "few inputs")
+    watch.update(predicted(draw.normal(size=500)))
+    assert watch.accuracy.reason is None
+    assert watch.accuracy.strange < 0.05
+    watch.update(predicted(np.full(1000, 20.0)))
+    assert (watch.accuracy.value, watch.accuracy.reason) == (None, "strange inputs")
+    assert watch.accuracy.strange == 1
+    unlabelled = new_watch(draw.normal(size=100)).update(predicted(draw.normal(size=100)))
+    assert unlabelled.accuracy.reason == "no labelled validation data"
+    assert "no labelled validation data" in repr(unlabelled)
+
+
+# --- labels -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "count"), [(0, 0), (0, 5), (7, 7), (30, 40), (3.5, 11)])
+def test_the_confidence_sequence_inverts_the_mixture_of_bets(total, count):
+    """Against the capital of bets, averaged over their alternatives by quadrature."""
+    alternatives = (np.arange(20_000) + 0.5) / 20_000
+    low, high = confidence_sequence(total, count, 0.05)
+
+    def capital(mean):
+        return np.mean((alternatives / mean) ** total * ((1 - alternatives) / (1 - mean)) ** (count - total))
+
+    for mean in np.linspace(0.005, 0.995, 100):
+        if min(abs(mean - low), abs(mean - high)) > 1e-3:
+            assert (capital(mean) < 20) == (low < mean < high), mean
+
+
+def test_the_confidence_sequence_covers_at_all_times_together():
+    missed = 0
+    for seed in range(200):
+        totals = np.cumsum(np.random.default_rng(seed).random(400) < 0.8)
+        ends = [confidence_sequence(float(totals[count - 1]), count, 0.1) for count in range(1, 401, 7)]
+        missed += any(not low <= 0.8 <= high for low, high in ends)
+    assert missed <= 20
+
+
+def test_bets_on_a_fall_lose_nothing_if_accuracy_is_kept():
+    for least in (0.5, 0.87, 0.999):
+        factors = np.exp(log_fall_factors(np.array([0.0, 1.0]), least))
+        assert factors.shape == (len(SHARES), 2)
+        assert (factors > 0).all()
+        for accuracy in (least, (1 + least) / 2, 1.0):
+            assert ((1 - accuracy) * factors[:, 0] + accuracy * factors[:, 1] <= 1 + 1e-12).all()
+
+
+def test_labels_may_come_late_in_any_order_or_at_once():
+    draw = np.random.default_rng(0)
+    prediction = predicted(draw.normal(size=300), draw.random(300))
+    labels = torch.from_numpy(draw.integers(0, 2, 300))
+    at_once = normal_watch().update(prediction, labels=labels).labelled
+    assert at_once.value == pytest.approx(float((prediction.label == labels).double().mean()))
+    late = normal_watch().update(prediction)
+    assert late.labelled.value is None
+    assert late.update(labels=labels).labelled == at_once
+    order = torch.from_numpy(draw.permutation(300))
+    shuffled = normal_watch().update(prediction[:100]).update(prediction[100:])
+    for part in order.split(64):
+        shuffled.update(labels=labels[part], positions=part)
+    for name in ("value", "low", "high", "count"):
+        assert getattr(shuffled.labelled, name) == pytest.approx(getattr(at_once, name))
+
+
+def test_missing_labels_wait():
+    watch = normal_watch().update(predicted(np.zeros(4)), labels=[0, -100, math.nan, 1])
+    assert (watch.labelled.count, watch.labelled.value) == (2, 0.5)
+    watch.update(labels=[0, 0])
+    assert (watch.labelled.count, watch.labelled.value) == (4, 0.75)
+
+
+def test_the_alarm_for_accuracy_is_raised_by_a_fall_and_by_nothing_else():
+    draw = np.random.default_rng(0)
+    watch = normal_watch(tolerance=0.05)
+    kept = torch.from_numpy((draw.random(3000) > 0.9).astype(int))
+    watch.update(predicted(draw.normal(size=3000)), labels=kept)
+    assert not watch.labelled.raised
+    fallen = torch.from_numpy((draw.random(300) > 0.6).astype(int))
+    watch.update(predicted(draw.normal(size=300)), labels=fallen)
+    assert watch.labelled.raised
+    assert abs(watch.labelled.began - 3000) < 60
+    assert not watch.alarm
+
+
+def test_wrong_labels_are_refused_and_change_nothing():
+    watch = normal_watch(window=100, recent=50).update(predicted(np.zeros(150)))
+    before = watch.streams
+    wrong = [
+        ({"labels": [0, 1]}, OptionError, "positions"),
+        ({"labels": [0], "positions": [3]}, OptionError, "from 50 to 149"),
+        ({"labels": [0, 0], "positions": [60, 60]}, OptionError, "twice"),
+        ({"labels": [[0, 1]], "positions": [60]}, DataError, "one row for each of 1 input"),
+        ({"labels": ["cat"], "positions": [60]}, DataError, "must be numbers"),
+        ({}, OptionError, "pass predictions"),
+        ({"prediction": predicted(np.zeros(2)), "positions": [0, 1]}, OptionError, "labels without a prediction"),
+        ({"prediction": torch.zeros(2, 3)}, OptionError, "mola.Prediction"),
+        ({"prediction": predicted(np.array([math.nan]))}, DataError, "NaN"),
+    ]
+    for arguments, error, words in wrong:
+        with pytest.raises(error, match=re.escape(words)):
+            watch.update(**arguments)
+        assert watch.streams is before
+    watch.update(labels=[0], positions=[60])
+    with pytest.raises(OptionError, match="already has a label"):
+        watch.update(labels=[0], positions=[60])
+    with pytest.raises(OptionError, match="window = 10"):
+        normal_watch(window=10, recent=20)
+    for name in ("alpha", "tolerance"):
+        with pytest.raises(OptionError, match=name):
+            normal_watch(**{name: 1.5})
+
+
+# --- several processes, and files ---------------------------------------------------------------------------------------
+
+
+def watches(count=3):
+    parts = []
+    for seed in range(count):
+        watch = normal_watch()
+        watch.streams = (Stream(f"process {seed}", watch.baseline.scores),)
+        draw = np.random.default_rng(seed)
+        labels = torch.from_numpy(draw.integers(0, 2, 200))
+        parts.append(watch.update(predicted(draw.normal(0.3 * seed, 1, 200), draw.random(200)), labels=labels))
+    return parts
+
+
+def reading(watch):
+    return watch.count, watch.alarm, watch.accuracy, watch.labelled
+
+
+def test_merging_is_associative_and_commutative():
+    first, second, third = watches()
+    merged = first.merge(second, third)
+    assert reading(first.merge(second).merge(third)) == reading(merged)
+    assert reading(third.merge(first.merge(second))) == reading(merged)
+    assert reading(second.merge(third, first)) == reading(merged)
+    assert merged.count == 600
+    assert merged.alarm.threshold == pytest.approx(first.alarm.threshold + math.log(3))
+    assert merged.alarm.evidence == max(part.alarm.evidence for part in (first, second, third))
+    assert merged.alarm.stream == "process 2"
+    assert merged.labelled.count == 600
+    with pytest.raises(OptionError, match="cannot be updated"):
+        merged.update(predicted(np.zeros(2)))
+    with pytest.raises(OptionError, match="same validation data"):
+        first.merge(normal_watch(seed=5))
+    with pytest.raises(OptionError, match="same validation data and options"):
+        first.merge(normal_watch(alpha=0.2))
+
+
+def test_a_loaded_watch_continues_as_if_nothing_had_happened(tmp_path):
+    draw = np.random.default_rng(0)
+    prediction = predicted(draw.normal(0.2, 1, 500), draw.random(500))
+    watch = normal_watch().update(prediction[:300])
+    loaded = mola.Watch.load(watch.save(tmp_path / "watch"))
+    assert reading(loaded) == reading(watch)
+    for copy in (watch, loaded):
+        copy.update(labels=torch.zeros(300)).update(prediction[300:])
+    assert reading(loaded) == reading(watch)
+    first = watch.merge(*watches())
+    assert reading(mola.Watch.load(first.save(tmp_path / "merged"))) == reading(first)
+    new = normal_watch()
+    assert reading(mola.Watch.load(new.save(tmp_path / "watch"))) == reading(new), "an earlier watch is replaced"
+
+
+def test_damaged_watches_are_refused(tmp_path):
+    folder = normal_watch().update(predicted(np.zeros(10))).save(tmp_path / "watch")
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(StorageError):
+            mola.Watch.load(folder)
+        path.write_bytes(content)
+    mola.Watch.load(folder)
+    with pytest.raises(StorageError, match="watch"):
+        mola.load(folder, [nn.Linear(3, 2)])
+
+
+# --- predictors of every kind -------------------------------------------------------------------------------------------
+
+
+def test_a_posterior_is_watched_from_its_validation_loader():
+    networks = [problems.trained(seed) for seed in range(2)]
+    val = [(inputs.double(), labels) for inputs, labels in problems.blob_loader(1, count=400)]
+    posterior = mola.fit(networks, [(inputs.double(), labels) for inputs, labels in problems.blob_loader()], val)
+    watch = mola.watch(posterior, val, alpha=0.05, name="server")
+    inputs, labels = problems.blobs(2, count=600)
+    prediction = posterior.predict(inputs.double())
+    watch.update(prediction, labels=labels)
+    truth = float((prediction.label == labels).double().mean())
+    assert not watch.alarm
+    assert watch.accuracy.low <= truth <= watch.accuracy.high
+    assert watch.labelled.value == pytest.approx(truth)
+    assert watch.streams[0].name == "server"
+    watch.update(posterior.predict(10 * inputs.double().flip(1)))
+    assert watch.alarm
+    with pytest.raises(DataError, match="empty"):
+        mola.watch(posterior, [])
+
+
+def test_unlabelled_validation_data_suffice_for_the_alarm():
+    ensemble = mola.ensemble([problems.trained(0)])
+    inputs, _ = problems.blobs(1, count=300)
+    watch = mola.watch(ensemble, [inputs.double()])
+    watch.update(ensemble.predict(inputs.double()))
+    assert watch.accuracy.reason == "no labelled validation data"
+    assert watch.labelled.least is None
+    assert not watch.labelled.raised
+
+
+def test_regression_is_judged_by_the_coverage_of_its_intervals():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    inputs = torch.randn(900, 3)
+    targets = inputs.sum(1, keepdim=True) + 0.3 * torch.randn(900, 1)
+    problems.train(network, inputs[:300], targets[:300], 200, 0.02, nn.functional.mse_loss)
+    train, val = [(inputs[:300], targets[:300])], [(inputs[300:600], targets[300:600])]
+    posterior = mola.fit(network, train, likelihood="gaussian")
+    watch = mola.watch(posterior, val)
+    prediction = posterior.predict(inputs[600:])
+    watch.update(prediction)
+    assert watch.accuracy.reason == "regression"
+    watch.update(labels=targets[600:, 0])
+    low, high = prediction.interval(0.9)
+    covered = ((low <= targets[600:]) & (targets[600:] <= high)).double().mean()
+    assert watch.labelled.value == pytest.approx(float(covered))
+    assert not watch.labelled.raised
+    far = posterior.predict(6 * inputs[600:])
+    watch.update(far, labels=targets[600:] + 30)
+    assert watch.alarm
+    assert watch.labelled.raised
+
+
+def test_multi_label_outputs():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    inputs = torch.randn(900, 4)
+    labels = (inputs[:, :3] + 0.5 * torch.randn(900, 3) > 0).float()
+    problems.train(network, inputs[:300], labels[:300], 150, 0.02, nn.functional.binary_cross_entropy_with_logits)
+    ensemble = mola.ensemble([network], likelihood=BERNOULLI)
+    watch = mola.watch(ensemble, [(inputs[300:600], labels[300:600])])
+    prediction = ensemble.predict(inputs[600:])
+    watch.update(prediction)
+    truth = float((prediction.label == labels[600:]).double().mean())
+    assert watch.accuracy.low <= truth <= watch.accuracy.high
+    labels[600, 0] = math.nan
+    assert watch.update(labels=labels[600:]).labelled.value == pytest.approx(truth, abs=0.002)
+
+
+def test_dense_outputs_are_judged_input_by_input():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    images = torch.rand(240, 1, 6, 7)
+    labels = (nn.functional.avg_pool2d(images, 3, 1, 1)[:, 0] + 0.05 * torch.randn(240, 6, 7) > 0.5).long()
+    problems.train(network, images[:80], labels[:80], 60, 0.02)
+    ensemble = mola.ensemble([network])
+    watch = mola.watch(ensemble, [(images[80:160], labels[80:160])])
+    prediction = ensemble.predict(images[160:])
+    truth = float((prediction.label == labels[160:]).double().mean())
+    watch.update(prediction, labels=labels[160:])
+    assert watch.count == 80
+    assert watch.accuracy.low - 0.01 <= truth <= watch.accuracy.high + 0.01
+    assert watch.labelled.value == pytest.approx(truth)
+    with pytest.raises(OptionError, match="dense"):
+        watch.update(labels=labels[160:])
+
+
+def test_starts_lie_on_grids():
+    """The k-th start on every grid has the weight of the k-th start on the finest."""
+    weights = start_weights(0, 3 * max(GRIDS))
+    assert weights[1] == pytest.approx((1 / math.log2(3) - 1 / math.log2(4)) / len(GRIDS))
+    assert weights[0] == pytest.approx(1 - 1 / math.log2(3))
+    assert weights[8] > weights[7]
