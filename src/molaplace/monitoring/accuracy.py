@@ -22,8 +22,7 @@ happens, and where the estimate fails.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -126,10 +125,6 @@ class ConfidenceThreshold:
 
     def _disagreement(self, share: float) -> float:
         return share * self.wrong_above + (1 - share) * self.right_below
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the thresholds as a JSON-serialisable dictionary."""
-        return asdict(self)
 
 
 def _threshold(confidences: Array, outcomes: Array) -> tuple[float, float]:

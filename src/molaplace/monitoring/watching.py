@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from molaplace.errors import DataError, OptionError, StorageError, located
 from molaplace.monitoring import alarm as alarms
@@ -404,45 +405,48 @@ class Watch:
 
     def save(self, directory: str | Path) -> Path:
         """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete."""
-        tensors = {f"baseline.{name}": array for name, array in _arrays(self.baseline.scores).items()}
+        return write_folder(directory, *self.pack())
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Watch:
+        """Read a watch from a folder written by `save`; raise `StorageError` if it is damaged."""
+        return cls.unpack(*read_folder(directory, KIND, SCHEMA))
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the watch as a JSON-serialisable document and tensors."""
+        arrays = {f"baseline.{name}": array for name, array in _arrays(self.baseline.scores).items()}
         streams = []
         for index, stream in enumerate(self.streams):
-            parts = {"scores": stream.scores, "evidence": stream.evidence, "fall": stream.fall}
-            arrays = {
-                f"{part}.{name}": array for part, value in parts.items() for name, array in _arrays(value).items()
-            }
-            arrays |= {f"window.{name}": array for name, array in stream.window.items()}
-            tensors |= {f"streams.{index}.{name}": array for name, array in arrays.items()}
-            numbers = {part: _numbers(parts[part]) for part in ("evidence", "fall")}
-            streams.append({"name": stream.name, "correct": stream.correct, **numbers})
+            for part in ("scores", "evidence", "fall"):
+                named = _arrays(getattr(stream, part))
+                arrays |= {f"streams.{index}.{part}.{name}": array for name, array in named.items()}
+            arrays |= {f"streams.{index}.window.{name}": array for name, array in stream.window.items()}
+            evidence = {part: _numbers(getattr(stream, part)) for part in ("evidence", "fall")}
+            streams.append({"name": stream.name, "correct": stream.correct, **evidence})
         document = {
             "kind": KIND,
             "options": asdict(self.options),
             "baseline": _numbers(self.baseline),
             "streams": streams,
         }
-        return write_folder(
-            directory, document, {name: torch.from_numpy(np.array(array)) for name, array in tensors.items()}
-        )
+        return document, {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     @classmethod
-    def load(cls, directory: str | Path) -> Watch:
-        """Read a watch from a folder written by `save`; raise `StorageError` if it is damaged."""
-        document, tensors = read_folder(directory, KIND, SCHEMA)
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    def unpack(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Watch:
+        """Rebuild a watch from the document and tensors returned by `pack`."""
 
         def part(prefix: str) -> dict[str, Any]:
-            return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            return {
+                name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items() if name.startswith(prefix)
+            }
 
         try:
-            numbers = document["baseline"]
-            confidence = numbers["confidence"]
-            if confidence is not None:
-                pairs = {name: tuple(confidence[name]) for name in ("thresholds", "fractions")}
-                confidence = ConfidenceThreshold(**(confidence | pairs))
-            quantiles = tuple(numbers["quantiles"])
-            scores = ScoreCounts(**part("baseline."))
-            baseline = Baseline(scores, **(numbers | {"confidence": confidence, "quantiles": quantiles}))
+            numbers = dict(document["baseline"])
+            numbers["quantiles"] = tuple(numbers["quantiles"])
+            if numbers["confidence"] is not None:
+                pairs = {name: tuple(numbers["confidence"][name]) for name in ("thresholds", "fractions")}
+                numbers["confidence"] = ConfidenceThreshold(**(numbers["confidence"] | pairs))
+            baseline = Baseline(ScoreCounts(**part("baseline.")), **numbers)
             streams = tuple(
                 Stream(
                     name=entry["name"],
@@ -456,7 +460,7 @@ class Watch:
             )
             return cls(baseline, WatchOptions(**document["options"]), streams)
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"{directory} contains no complete watch: {error}.") from error
+            raise StorageError(f"the saved watch is incomplete: {error}. Start a new watch.") from error
 
 
 EVIDENCE = {"count": int, "log_value": float, "log_peak": float, "began": int, "leader": int}
@@ -488,7 +492,10 @@ def _numbers(value: Any) -> dict[str, Any]:
     # The fields of a dataclass that are neither arrays nor counts of scores, as plain values.
     members = {member.name: getattr(value, member.name) for member in fields(value)}
     numbers = {name: member for name, member in members.items() if not isinstance(member, (np.ndarray, ScoreCounts))}
-    return {name: asdict(member) if hasattr(member, "as_json") else member for name, member in numbers.items()}
+    return {
+        name: asdict(member) if is_dataclass(member) and not isinstance(member, type) else member
+        for name, member in numbers.items()
+    }
 
 
 def _plain(baseline: Baseline) -> dict[str, Any]:
