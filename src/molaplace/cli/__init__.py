@@ -41,6 +41,7 @@ COMMANDS = {
     "fit": "Fit a posterior to calibrate the confidence of trained networks.",
     "predict": "Write predictions with calibrated confidence, one row per input.",
     "evaluate": "Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.",
+    "watch": "Watch new inputs: raise an alarm if they change, and estimate the accuracy without labels.",
     "export": "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
     "explore": "Change an image on a local web page and watch the confidence change.",
     "info": "Show the tuning, contents and history of a posterior without loading its networks.",
@@ -144,8 +145,8 @@ def app(context: click.Context) -> None:
     With torchrun, several processes can share the work of fit, evaluate and predict:
     torchrun --nproc-per-node=4 -m molaplace fit ...
 
-    Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out; 130
-    interrupted.
+    Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out or, for
+    watch, an alarm; 130 interrupted.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and context.invoked_subcommand not in SHARED:

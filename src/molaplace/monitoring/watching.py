@@ -258,6 +258,11 @@ class Watch:
         self.options = options
         self.streams = streams
 
+    @classmethod
+    def of(cls, baseline: Baseline, options: WatchOptions, name: str = "") -> Watch:
+        """Return a watch that has not seen any inputs."""
+        return cls(baseline, options, (Stream(name, baseline.scores),))
+
     @property
     def count(self) -> int:
         """Number of inputs so far."""
@@ -397,11 +402,14 @@ class Watch:
 
         The alarm is raised if the evidence of one of m streams reaches m / alpha. The order does not matter.
         """
-        for other in others:
-            if _plain(other.baseline) != _plain(self.baseline) or other.options != self.options:
-                raise OptionError("only watches with the same validation data and options can be merged.")
+        if not all(self.same_origin(other) for other in others):
+            raise OptionError("only watches with the same validation data and options can be merged.")
         streams = [stream for watch in (self, *others) for stream in watch.streams]
         return Watch(self.baseline, self.options, tuple(sorted(streams, key=_order)))
+
+    def same_origin(self, other: Watch) -> bool:
+        """Return True if both watches compare with the same validation data, with the same options."""
+        return _plain(self.baseline) == _plain(other.baseline) and self.options == other.options
 
     def save(self, directory: str | Path) -> Path:
         """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete."""
@@ -550,5 +558,4 @@ def watch(
         A `Watch`. Call `watch.update(prediction)` for each batch, and read `alarm`, `accuracy` and `labelled` at any time.
     """
     options = WatchOptions(alpha, tolerance, recent, window, seed)
-    baseline = Baseline.read(posterior, val_loader)
-    return Watch(baseline, options, (Stream(name, baseline.scores),))
+    return Watch.of(Baseline.read(posterior, val_loader), options, name)

@@ -1,0 +1,263 @@
+"""`molaplace watch`: predict new inputs, compare them with the validation data, and keep a log and a page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from molaplace.cli.data.dataset import Loader, SkippedInputs, as_loader_batch, read_batches
+from molaplace.cli.decisions import SCORE, read_columns
+from molaplace.cli.explorer.pictures import Sight, to_url
+from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.job import NAME
+from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
+from molaplace.cli.options import check_writable, option, write_run
+from molaplace.cli.progress import showing_progress
+from molaplace.cli.watch_log import WatchLog
+from molaplace.distributed import Team
+from molaplace.errors import MolaError, OptionError
+from molaplace.monitoring.watching import LEVELS, Baseline, Watch, WatchOptions
+from molaplace.options import counted
+from molaplace.progress import Progress, no_progress
+
+ALARM = 3
+"""Exit code of a run whose stream has left the validation data."""
+
+NAMED = 3
+"""Number of the strangest inputs of a batch that its line in the log names."""
+
+PICTURES = 12
+"""Number of the strangest inputs of a run that the page shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchCommandOptions(PosteriorOptions, RunOptions):
+    """Options for `molaplace watch`."""
+
+    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
+    inputs: str = option(
+        help="New inputs in order of arrival: a folder of images, .npz, .npy, .csv, or package.module:function",
+        argument=True,
+    )
+    log: Path = option(Path("watch.jsonl"), "Log to append to, a line for each batch; the page is written beside it")
+    alpha: float = option(0.01, "Probability of a false alarm over the whole life of the log")
+    recent: int = option(1000, "Number of recent inputs whose accuracy is estimated", minimum=1)
+    val: str | None = option(
+        None, "Labelled data to compare with", panel=MORE, shown="validation data stored in the folder"
+    )
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+
+
+@dataclass(frozen=True)
+class StrangeInput:
+    """One of the strangest inputs of a run."""
+
+    name: str
+    score: float
+    inputs: Tensor | None
+    """The input (1, ...), or None if inputs are not single tensors."""
+
+
+def watch(options: WatchCommandOptions) -> None:
+    """Watch new inputs: raise an alarm if they no longer look like the validation data, and estimate the accuracy without labels.
+
+    Run the command for each delivery of new inputs, with the same --log. It appends a line for each batch, writes a page with the course
+    over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
+    inputs are strangest. If nothing changes, the probability that any run ever raises an alarm is at most --alpha. An alarm stays until
+    you begin a new log. Batches that are already in the log are passed over. The exit code is 3 if there is an alarm, and 0 if not.
+
+        molaplace watch posterior new-images/ --log watch.jsonl
+    """
+    # Imported before any work begins, so that a missing package is reported early.
+    from molaplace.report.watch_page import watch_page
+    from molaplace.saving.files import write_atomically
+
+    check_writable(options.log)
+    skipped = SkippedInputs()
+    with showing_progress(quiet=options.quiet) as progress:
+        progress("loading networks", 0.0)
+        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
+        log, strangest = run_watch(fitted, options, skipped, progress)
+    sentences = watch_sentences(log, strangest)
+    pictures = _pictures(fitted, strangest)
+    page = options.log.with_suffix(".html")
+    baseline = log.watch.baseline
+    write_atomically(page, watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, pictures).encode())
+    write_run(options, "watch", options.log.with_name(f"{options.log.name}.toml"))
+    if options.as_json:
+        readings = {name: asdict(getattr(log.watch, name)) for name in ("alarm", "accuracy")}
+        click.echo(json.dumps({"inputs": log.watch.count, **readings, "left_out": skipped.left_out}, indent=2))
+    elif not options.quiet:
+        console = Console(highlight=False)
+        for sentence in sentences:
+            console.print(escape(sentence), soft_wrap=True)
+        for line in skipped.lines():
+            Console(stderr=True, highlight=False).print(escape(line), soft_wrap=True)
+    if log.watch.alarm:
+        raise click.exceptions.Exit(ALARM)
+
+
+def run_watch(
+    fitted: PosteriorFolder, options: WatchCommandOptions, skipped: SkippedInputs, progress: Progress = no_progress
+) -> tuple[WatchLog, list[StrangeInput]]:
+    """Read the new inputs batch by batch, and write each to the log; return the closed log and the strangest inputs of the run."""
+    baseline = _baseline(fitted, options)
+    new = Watch.of(
+        baseline, WatchOptions(alpha=options.alpha, recent=options.recent, window=max(10_000, options.recent))
+    )
+    source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
+    strangest: list[StrangeInput] = []
+    used = 0
+    with WatchLog(options.log, new) as log:
+        for batch in read_batches(source, Team.single(), lambda share: progress("watching", share)):
+            if options.strict:
+                batch.check_strict()
+            skipped.add(source.name, batch)
+            if batch.inputs is None:
+                continue
+            names = [name for name, error in zip(batch.names, batch.errors, strict=True) if error is None]
+            used += len(names)
+            digest = hashlib.blake2b("\0".join(names).encode(), digest_size=16)
+            for tensor in tree_leaves(batch.inputs):
+                digest.update(tensor.contiguous().numpy().data)
+            if digest.hexdigest() in log:
+                continue
+            (prediction,) = fitted.posterior.predict_batches([as_loader_batch(batch._replace(labels=None))])
+            log.watch.update(prediction)
+            scores = log.watch.streams[0].window["score"][-len(names) :]
+            order = np.argsort(-scores, kind="stable")[:PICTURES]
+            strange = [
+                StrangeInput(
+                    names[index],
+                    float(scores[index]),
+                    batch.inputs[index : index + 1] if isinstance(batch.inputs, Tensor) else None,
+                )
+                for index in order
+            ]
+            strangest = sorted([*strangest, *strange], key=lambda entry: -entry.score)[:PICTURES]
+            log.add(_line(log, digest.hexdigest(), scores, strange[:NAMED]))
+    skipped.require_some(used, source.name)
+    progress("done", 1.0)
+    return log, strangest
+
+
+def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline:
+    # The validation data of `--val`, or the columns that `molaplace fit` stored.
+    if options.val is not None:
+        source = fitted.open_dataset(options.val, labelled=True, by_user=True)
+        return Baseline.read(fitted.posterior, Loader(source, SkippedInputs(), options.strict))
+    columns = read_columns(fitted.folder)
+    if SCORE not in columns or fitted.posterior.is_dense:
+        why = (
+            "for dense outputs"
+            if fitted.posterior.is_dense
+            else "because the posterior was fitted without validation data"
+        )
+        raise OptionError(
+            f"must name labelled data {why}; {fitted.folder / NAME} has none to compare with.", argument="val"
+        )
+    confidence = None
+    correct = None
+    if fitted.posterior.likelihood.classification:
+        missing = np.zeros(len(columns[SCORE]))
+        confidence = columns["confidence"].numpy()[:, None] if "confidence" in columns else missing[:, None]
+        if "true_rank" in columns:
+            correct = (columns["true_rank"].numpy() == 1).astype(float)[:, None]
+    return Baseline.of_columns(columns[SCORE].numpy(), confidence, correct)
+
+
+def _line(log: WatchLog, digest: str, scores: Any, strange: list[StrangeInput]) -> dict[str, Any]:
+    alarm = log.watch.alarm
+    accuracy = log.watch.accuracy
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "batch": len(log.lines) + 1,
+        "inputs": log.watch.count,
+        "size": len(scores),
+        "digest": digest,
+        "scores": np.quantile(scores, LEVELS).tolist(),
+        "alarm": alarm.raised,
+        "evidence": alarm.now,
+        "threshold": alarm.threshold,
+        "began": alarm.began,
+        "accuracy": accuracy.value,
+        "low": accuracy.low,
+        "high": accuracy.high,
+        "strange": accuracy.strange,
+        "reason": accuracy.reason,
+        "strangest": [{"name": entry.name, "score": entry.score} for entry in strange],
+    }
+
+
+def watch_sentences(log: WatchLog, strangest: list[StrangeInput]) -> list[str]:
+    """Return three sentences: the alarm, the accuracy, and the strangest inputs."""
+    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _strangest_sentence(strangest)]
+
+
+def _alarm_sentence(log: WatchLog) -> str:
+    alarm = log.watch.alarm
+    level = f"evidence {_capital(alarm.evidence)}, alarm at {_capital(alarm.threshold)}"
+    if alarm.began is None:
+        return f"No alarm: {counted(alarm.count, 'input')} so far look like the validation data ({level})."
+    line = next(line for line in log.lines if line["inputs"] > alarm.began)
+    return (
+        f"ALARM: the inputs no longer look like the validation data. The change began near input {alarm.began + 1:,} of "
+        f"{alarm.count:,}, in batch {line['batch']} of {line['time'][:10]} ({level})."
+    )
+
+
+def _capital(logarithm: float) -> str:
+    return f"{math.exp(logarithm):,.3g}" if logarithm < math.log(1e4) else f"1e{logarithm / math.log(10):.0f}"
+
+
+def _accuracy_sentence(watch: Watch) -> str:
+    accuracy = watch.accuracy
+    recent = f"the last {counted(accuracy.count, 'input')}"
+    if accuracy.value is not None and accuracy.low is not None and accuracy.high is not None:
+        known = f"{100 * (watch.baseline.accuracy or 0):.1f} % on the validation data"
+        interval = f"95 % interval {100 * accuracy.low:.1f} to {100 * accuracy.high:.1f} %"
+        return f"Expected accuracy of {recent}: {100 * accuracy.value:.1f} % ({interval}; {known})."
+    reasons = {
+        "few inputs": "they are too few",
+        "strange inputs": f"{100 * (accuracy.strange or 0):.0f} % of them are stranger than 99 % of the validation data",
+        "regression": "this is a regression, whose intervals can be checked once targets arrive",
+    }
+    why = reasons.get(accuracy.reason or "", "the correctness of the validation data is unknown. Pass --val")
+    return f"The accuracy on {recent} cannot be estimated: {why}."
+
+
+def _strangest_sentence(strangest: list[StrangeInput]) -> str:
+    if not strangest:
+        return "Strangest inputs: none, because all batches of this run were in the log before."
+    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in strangest[:NAMED])
+    return f"Strangest inputs of this run, with their outlier scores: {names}."
+
+
+def _pictures(fitted: PosteriorFolder, strangest: list[StrangeInput]) -> list[dict[str, Any]]:
+    # The strangest inputs, as pictures if they are pictures.
+    def urls() -> Iterator[str | None]:
+        for entry in strangest:
+            try:
+                if entry.inputs is None:
+                    raise OptionError("not a tensor")
+                sight = Sight(tuple(entry.inputs.shape[1:]), fitted.preprocessing)
+                yield to_url(sight.images(entry.inputs)[0])
+            except MolaError:
+                yield None
+
+    return [
+        {"name": entry.name, "score": entry.score, "url": url} for entry, url in zip(strangest, urls(), strict=True)
+    ]
