@@ -43,6 +43,10 @@ PICTURES = 12
 """Number of the strangest inputs of a run that the page shows."""
 
 
+LARGEST_PICTURE = 160
+"""Largest side of these pictures, in pixels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WatchCommandOptions(PosteriorOptions, RunOptions):
     """Options for `molaplace watch`."""
@@ -92,10 +96,12 @@ def watch(options: WatchCommandOptions) -> None:
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         log, strangest = run_watch(fitted, options, skipped, progress)
     sentences = watch_sentences(log, strangest)
-    pictures = _pictures(fitted, strangest)
     page = options.log.with_suffix(".html")
-    baseline = log.watch.baseline
-    write_atomically(page, watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, pictures).encode())
+    if strangest or not page.exists():  # a run without new batches keeps the page of the last run
+        baseline = log.watch.baseline
+        pictures = _pictures(fitted, strangest)
+        content = watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, pictures)
+        write_atomically(page, content.encode())
     write_run(options, "watch", options.log.with_name(f"{options.log.name}.toml"))
     if options.as_json:
         readings = {name: asdict(getattr(log.watch, name)) for name in ("alarm", "accuracy")}
@@ -211,7 +217,7 @@ def _alarm_sentence(log: WatchLog) -> str:
     alarm = log.watch.alarm
     level = f"evidence {_capital(alarm.evidence)}, alarm at {_capital(alarm.threshold)}"
     if alarm.began is None:
-        return f"No alarm: {counted(alarm.count, 'input')} so far look like the validation data ({level})."
+        return f"No alarm: {counted(alarm.count, 'input')} so far, without sufficient evidence of a change ({level})."
     line = next(line for line in log.lines if line["inputs"] > alarm.began)
     return (
         f"ALARM: the inputs no longer look like the validation data. The change began near input {alarm.began + 1:,} of "
@@ -254,7 +260,9 @@ def _pictures(fitted: PosteriorFolder, strangest: list[StrangeInput]) -> list[di
                 if entry.inputs is None:
                     raise OptionError("not a tensor")
                 sight = Sight(tuple(entry.inputs.shape[1:]), fitted.preprocessing)
-                yield to_url(sight.images(entry.inputs)[0])
+                image = sight.images(entry.inputs)[0]
+                image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
+                yield to_url(image)
             except MolaError:
                 yield None
 

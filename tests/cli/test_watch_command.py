@@ -1,0 +1,226 @@
+"""`molaplace watch`: the library's numbers, a log that survives kills, and refusals in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import molaplace as mola
+from molaplace.cli.watch_log import WatchLog
+from molaplace.monitoring.watching import Baseline, Watch
+from tests.cli.fitted_folders import draw
+from tests.cli.fitted_folders import run as run_command
+from tests.pages import Page
+
+pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
+
+CLASSES = pytest.mark.parametrize("kind", ["classes"], indirect=True)
+
+
+@pytest.fixture
+def watch_command(kind, tmp_path):
+    """Run the command on arrays; the log is in the test's own folder."""
+
+    def run(x, *more, name="new.npz", log="watch.jsonl"):
+        np.savez(tmp_path / name, x=np.asarray(x, dtype=np.float32))
+        return run_command(
+            "watch", kind.posterior, tmp_path / name, "--log", tmp_path / log, "--trust", "--quiet", *more
+        )
+
+    return run
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def usual(seed, count=400):
+    return draw("classes", count, 100 + seed)[0]
+
+
+@CLASSES
+def test_the_log_and_the_page_hold_what_the_library_says(kind, watch_command, tmp_path):
+    for seed in range(2):
+        outcome = watch_command(usual(seed))
+        assert outcome.exit_code == 0, outcome.output
+    lines = lines_of(tmp_path / "watch.jsonl")
+    assert [line["size"] for line in lines] == [256, 144, 256, 144]
+    assert lines[-1]["inputs"] == 800
+
+    fitted = kind.open()
+    watch = mola.watch(fitted.posterior, [kind.data("val")])
+    for seed in range(2):
+        for part in torch.from_numpy(usual(seed)).split(256):
+            watch.update(fitted.posterior.predict(part))
+    saved = Watch.load(tmp_path / "watch.jsonl.state")
+    assert saved.baseline.quantiles == pytest.approx(watch.baseline.quantiles, abs=1e-6)
+    assert saved.accuracy.value == pytest.approx(watch.accuracy.value)
+    assert saved.alarm.evidence == pytest.approx(watch.alarm.evidence, abs=1e-6)
+    assert lines[-1]["evidence"] == saved.alarm.now
+    assert (lines[-1]["accuracy"], lines[-1]["low"]) == (saved.accuracy.value, saved.accuracy.low)
+    page = Page((tmp_path / "watch.html").read_text())
+    assert "Is it still all right?" in page.text
+    assert "Expected accuracy of the last 800 inputs" in page.text
+    assert f"{len(lines)} batches" in page.text
+
+
+@CLASSES
+def test_an_alarm_is_an_exit_code_and_a_sentence(watch_command, tmp_path):
+    assert watch_command(usual(0), "--recent", 300).exit_code == 0
+    outcome = watch_command(8 * usual(1), "--recent", 300)
+    assert outcome.exit_code == 3
+    page = (tmp_path / "watch.html").read_text()
+    assert "ALARM: the inputs no longer look like the validation data" in page
+    assert "cannot be estimated" in page
+    assert watch_command(usual(2), "--recent", 300).exit_code == 3, "an alarm stays"
+    last = lines_of(tmp_path / "watch.jsonl")[-1]
+    assert abs(last["began"] - 400) < 30
+
+
+@CLASSES
+def test_three_lines_and_json(kind, tmp_path):
+    np.savez(tmp_path / "new.npz", x=usual(0))
+    command = ["watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust"]
+    outcome = run_command(*command)
+    assert [line.split(":")[0] for line in outcome.stdout.splitlines()] == [
+        "No alarm",
+        "Expected accuracy of the last 400 inputs",
+        "Strangest inputs of this run, with their outlier scores",
+    ]
+    again = run_command(*command)
+    assert "all batches of this run were in the log before" in again.stdout
+    summary = json.loads(run_command(*command, "--json").stdout)
+    assert (summary["inputs"], summary["alarm"]["raised"], summary["left_out"]) == (400, False, {})
+    assert len(lines_of(tmp_path / "log.jsonl")) == 2, "batches are counted once"
+
+
+@CLASSES
+@pytest.mark.parametrize("moment", ["before the state", "before the line", "inside the line"])
+def test_a_killed_run_loses_nothing(watch_command, tmp_path, monkeypatch, moment):
+    watch_command(usual(0), log="whole.jsonl")
+    watch_command(usual(1), log="whole.jsonl")
+    watch_command(usual(0))
+
+    def die(*arguments):
+        raise SystemExit(9)
+
+    def write_half(self, line):
+        self._file.write(json.dumps(line).encode()[:50])
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        if moment == "before the state":
+            patch.setattr("molaplace.cli.watch_log.write_folder", die)
+        else:
+            patch.setattr(WatchLog, "_append", die if moment == "before the line" else write_half)
+        assert watch_command(usual(1)).exit_code == 9
+    assert watch_command(usual(1)).exit_code == 0
+
+    def known(line):
+        return {name: value for name, value in line.items() if name != "time"}
+
+    lines, expected = (lines_of(tmp_path / name) for name in ("watch.jsonl", "whole.jsonl"))
+    assert list(map(known, lines)) == list(map(known, expected))
+    watch, whole = (Watch.load(tmp_path / f"{name}.jsonl.state") for name in ("watch", "whole"))
+    assert watch.alarm == whole.alarm
+    assert watch.accuracy == whole.accuracy
+
+
+@CLASSES
+def test_damage_and_mistakes_are_refused_in_words(watch_command, tmp_path):
+    watch_command(usual(0))
+    log = tmp_path / "watch.jsonl"
+    state = tmp_path / "watch.jsonl.state"
+    content = log.read_bytes()
+
+    def refused(words, *more):
+        before = log.read_bytes()
+        outcome = watch_command(usual(1), *more)
+        assert outcome.exit_code == 1
+        assert words in str(outcome.exception), outcome.exception
+        assert log.read_bytes() == before
+
+    log.write_bytes(b"{" + content)
+    refused("is damaged in line 1")
+    log.write_bytes(content.replace(b'"size": 256', b'"size": -1'))
+    refused("is damaged in line 1")
+    log.write_bytes(content.splitlines(keepends=True)[1])
+    refused("expected batch 1, got batch 2")
+    log.write_bytes(b"")
+    refused("does not fit")
+    log.write_bytes(content)
+    refused("other validation data or options", "--alpha", "0.2")
+    shutil.move(state, tmp_path / "elsewhere")
+    refused("is missing")
+    shutil.move(tmp_path / "elsewhere", state)
+    tensors = next(state.glob("*.safetensors"))
+    kept = tensors.read_bytes()
+    tensors.write_bytes(kept[:-9])
+    refused("truncated or corrupt")
+    tensors.write_bytes(kept)
+    with WatchLog(log, Watch.load(state)):
+        refused("another process is writing")
+    assert watch_command(usual(1)).exit_code == 0
+
+
+@CLASSES
+def test_unusable_inputs_are_left_out_and_named(kind, tmp_path):
+    x = usual(0)
+    x[5, 0] = np.nan
+    np.savez(tmp_path / "new.npz", x=x)
+    command = ["watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust"]
+    outcome = run_command(*command)
+    assert outcome.exit_code == 0
+    assert "1 input left out" in outcome.stderr
+    assert lines_of(tmp_path / "log.jsonl")[-1]["inputs"] == 399
+    assert run_command(*command, "--strict").exit_code == 1
+    np.savez(tmp_path / "new.npz", x=np.full((3, 4), np.nan, dtype=np.float32))
+    assert "no usable inputs" in str(run_command(*command).exception)
+
+
+@pytest.mark.parametrize("kind", ["labels", "regression", "maps"], indirect=True)
+def test_other_outputs_are_watched_too(kind, tmp_path):
+    np.savez(tmp_path / "new.npz", x=draw(kind.name, 360, 50)[0])
+    command = ["watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust"]
+    if kind.name == "maps":
+        assert "--val must name labelled data for dense outputs" in str(run_command(*command).exception).replace(
+            "val must", "--val must"
+        )
+    else:
+        outcome = run_command(*command)
+        assert outcome.exit_code == 0, outcome.exception
+        assert "cannot be estimated" in outcome.stdout
+    outcome = run_command(*command[:4], tmp_path / "with-val.jsonl", "--trust", "--val", "val.npz", "--alpha", "0.001")
+    assert outcome.exit_code == 0, outcome.exception
+    assert ("Expected accuracy" in outcome.stdout) == (kind.name != "regression")
+    far = run_command(
+        "watch", kind.posterior, "far.npz", *command[3:4], tmp_path / "with-val.jsonl", "--trust", "--val", "val.npz", "--alpha", "0.001"
+    )  # fmt: skip
+    if kind.name != "maps":  # ten inputs only
+        assert far.exit_code == 3, far.output
+
+
+def test_pictures_of_the_strangest_inputs(workspace, fitted, monkeypatch, tmp_path):
+    monkeypatch.chdir(workspace.root)
+    monkeypatch.syspath_prepend(str(workspace.root))
+    outcome = run_command("watch", fitted.folder, "test.npz", "--log", tmp_path / "log.jsonl", "--trust", "--recent", 50)
+    assert outcome.exit_code in (0, 3), outcome.exception
+    page = Page((tmp_path / "log.html").read_text())
+    assert sum(reference.startswith("data:image/png;base64,") for reference in page.references) == 12
+
+
+@CLASSES
+def test_the_stored_validation_columns_are_the_validation_data(kind):
+    fitted = kind.open()
+    from molaplace.cli.watch import WatchCommandOptions, _baseline
+
+    stored = _baseline(fitted, WatchCommandOptions(posterior=kind.posterior, inputs="new.npz"))
+    read = Baseline.read(fitted.posterior, [kind.data("val")])
+    assert stored.accuracy == read.accuracy
+    assert stored.confidence.thresholds == pytest.approx(read.confidence.thresholds, abs=1e-6)
+    assert stored.confidence.variance == pytest.approx(read.confidence.variance)
+    assert stored.strange == pytest.approx(read.strange, abs=1e-6)
