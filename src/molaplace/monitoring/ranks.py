@@ -76,9 +76,11 @@ class ScoreCounts:
         if np.isnan(scores).any():
             raise DataError(f"expected outlier scores that are numbers; {int(np.isnan(scores).sum())} of them are NaN.")
         bins = bins_of(scores)
-        occupied = np.union1d(self.bins, bins)
-        counts = np.zeros(len(occupied), dtype=np.int64)
-        counts[np.searchsorted(occupied, self.bins)] = self.counts
+        first, last = (np.searchsorted(self.bins, bins, side) for side in ("left", "right"))
+        fresh = np.unique(bins[first == last])
+        places = np.searchsorted(self.bins, fresh)
+        occupied = np.insert(self.bins, places, fresh)
+        counts = np.insert(self.counts, places, 0)
         columns = np.searchsorted(occupied, bins)
         p_values = np.empty(len(bins))
         for start in range(0, len(bins), BLOCK):
@@ -91,4 +93,4 @@ class ScoreCounts:
             part = slice(start, start + len(block))
             p_values[part] = (above + draws[part] * equal) / number
             counts += np.bincount(block, minlength=len(counts))
-        return ScoreCounts(occupied.astype(np.int32), counts), p_values
+        return ScoreCounts(occupied, counts), p_values

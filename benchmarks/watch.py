@@ -1,0 +1,587 @@
+"""Measure what `mola.watch` promises: false alarms, delays, expected accuracy, time and memory.
+
+    python benchmarks/watch.py --data DIR --cifar10 DIR --clinc150 DIR [--cache DIR] [--only PART ...]
+    python benchmarks/watch.py --quick
+
+- `false_alarms`: share of 1,000 streams of 10,000 exchangeable inputs that ever raise an alarm, with 200 and 2,000 validation data, for
+    the ranks among all scores so far, for ranks in the fixed validation set, for MAPIE's jumper martingale on the same scores, and for a
+    Kolmogorov-Smirnov test of each day's 500 inputs against the validation data.
+- `tuned`: the same on real scores, if the posterior is tuned on the validation data with which the stream is compared.
+- `delays`: inputs until the alarm after 2,000 calm inputs of the test set, for shifts and for outliers mixed in.
+- `accuracy`: estimates of accuracy without labels, on networks that were and were not used to choose the method.
+- `cost`: processor time of `update` relative to prediction with ResNet-20, and memory over ten million inputs.
+
+The results are the entries of benchmarks/results/watch.json; parts that are not run keep theirs. With --quick, a minute of small versions,
+and no file is written.
+"""
+
+import argparse
+import math
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+import torch
+from decisions import trained
+from scipy.optimize import linear_sum_assignment
+from scipy.stats import ks_2samp
+from suites import MNIST_NETWORKS, Suite, open_suite
+
+import molaplace as mola
+from molaplace.calibration import fit_temperature
+from molaplace.errors import MolaWarning
+from molaplace.monitoring import alarm as alarms
+from molaplace.monitoring.accuracy import ConfidenceThreshold
+from molaplace.monitoring.evidence import Evidence
+from molaplace.monitoring.ranks import ScoreCounts, uniform_draws
+from molaplace.monitoring.watching import Baseline, Watch, WatchOptions
+from molaplace_lab.data.clinc150 import embed, load_clinc150
+from molaplace_lab.models import build_network
+from molaplace_lab.suite import DataOptions
+
+Array = np.ndarray[Any, Any]
+
+ALPHAS = (0.05, 0.01)
+COMPONENTS = 5
+DAY = 500
+"""Number of inputs in each daily test."""
+CALM = 2000
+"""Number of inputs before a change."""
+LONGEST = 8000
+"""Number of inputs after a change."""
+JUMP = 0.01
+"""MAPIE's default."""
+
+
+# --- tests to compare -------------------------------------------------------------------------------------------------
+
+
+def p_values_of(validation: Array, stream: Array, seed: int) -> Array:
+    """Return the p-values of the stream, with ranks among all scores so far."""
+    counts, _ = ScoreCounts().add(validation, np.zeros(len(validation)))
+    return counts.add(stream, uniform_draws(seed, 0, len(stream)))[1]
+
+
+def peak_of(p_values: Array) -> float:
+    """Return the logarithm of the largest capital."""
+    return Evidence.none(alarms.BETS).add(alarms.log_factors(p_values)).log_peak
+
+
+def crossing(p_values: Array, alpha: float, first: int = 0) -> int | None:
+    """Return the number of inputs after which the capital reaches 1 / alpha, or None; the first inputs do not count as an alarm."""
+    limit = -math.log(alpha)
+    evidence = Evidence.none(alarms.BETS).add(alarms.log_factors(p_values[:first]))
+    if evidence.log_peak >= limit:
+        return 0  # a false alarm
+    for start in range(first, len(p_values), 250):
+        chunk = alarms.log_factors(p_values[start : start + 250])
+        following = evidence.add(chunk)
+        if following.log_peak >= limit:
+            low, high = 0, chunk.shape[1]
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if evidence.add(chunk[:, :middle]).log_peak >= limit else (middle, high)
+            return start + high - first
+        evidence = following
+    return None
+
+
+def jumper(p_values: Array) -> Array:
+    """Return the capital of MAPIE's jumper martingale (R, n) for p-values (R, n) of several streams."""
+    wealth = np.full((len(p_values), 3), 1 / 3)
+    capital = np.empty_like(p_values)
+    for index, column in enumerate(p_values.T):
+        mixed = (1 - JUMP) * wealth + JUMP / 3 * wealth.sum(1, keepdims=True)
+        wealth = mixed * (1 + np.array([-1.0, 0.0, 1.0]) * (column[:, None] - 0.5))
+        capital[:, index] = wealth.sum(1)
+    return capital
+
+
+def agrees_with_mapie() -> bool | None:
+    """Return whether `jumper` computes what MAPIE computes, or None if MAPIE is not installed."""
+    try:
+        from mapie.exchangeability_testing import OnlineMartingaleTest
+    except ImportError:
+        return None
+    p_values = np.random.default_rng(0).random(500)
+    peer = OnlineMartingaleTest(task="classification", warn=False)
+    capital = [peer.update_simple_jumper_martingale(value) for value in p_values]
+    return bool(np.allclose(capital, jumper(p_values[None])[0], rtol=1e-12))
+
+
+def days_until(validation: Array, stream: Array, alpha: float) -> int | None:
+    """Return the number of inputs until the first daily test rejects, or None."""
+    for start in range(0, len(stream) - DAY + 1, DAY):
+        if ks_2samp(validation, stream[start : start + DAY]).pvalue < alpha:
+            return start + DAY
+    return None
+
+
+# --- false alarms -----------------------------------------------------------------------------------------------------
+
+
+def false_alarms(replays: int, length: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Count the streams of exchangeable scores that ever raise an alarm."""
+    rows = []
+    for size in (200, 2000):
+        peaks: list[float] = []
+        fixed_peaks: list[float] = []
+        daily: dict[float, list[bool]] = {alpha: [] for alpha in ALPHAS}
+        whole: list[Array] = []
+        for seed in range(replays):
+            draw = np.random.default_rng(seed)
+            scores = draw.normal(size=size + length)
+            validation, stream = scores[:size], scores[size:]
+            peaks.append(peak_of(p_values_of(validation, stream, seed)))
+            above = size - np.searchsorted(np.sort(validation), stream)
+            fixed_peaks.append(peak_of((above + draw.random(length)) / (size + 1)))
+            for alpha in ALPHAS:
+                daily[alpha].append(days_until(validation, stream, alpha) is not None)
+            if seed < 200:  # MAPIE's ranks and bets begin with the validation data
+                whole.append(ScoreCounts().add(scores, uniform_draws(seed, 0, len(scores)))[1])
+            if seed % 100 == 99:
+                say(f"false alarms, {size} validation data, replay {seed + 1}")
+        capital = jumper(np.stack(whole))[:, 100:].max(1)
+        for alpha in ALPHAS:
+            limit = -math.log(alpha)
+            rows.append(
+                {
+                    "validation": size,
+                    "alpha": alpha,
+                    "replays": replays,
+                    "inputs": length,
+                    "watch": float(np.mean(np.array(peaks) >= limit)),
+                    "fixed": float(np.mean(np.array(fixed_peaks) >= limit)),
+                    "mapie": float(np.mean(capital > 1 / alpha)),
+                    "mapie_replays": len(whole),
+                    "daily": float(np.mean(daily[alpha])),
+                }
+            )
+    return rows
+
+
+# --- real predictions -------------------------------------------------------------------------------------------------
+
+
+Columns = dict[str, Array]
+"""Of a data set: "probs" of the posterior and "scaled" of the ensemble with a temperature (n, C), "score", "agreement", and "labels"."""
+
+
+def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> Columns:
+    """Predict a set with the posterior and with the temperature-scaled ensemble."""
+    parts: list[tuple[Array, ...]] = []
+    for features in batches:
+        prediction = posterior.predict(features)
+        chosen = prediction.logit_mean.argmax(-1)
+        same = (chosen[:, None] == chosen).double().sum((0, 1)) - len(chosen)
+        agreement = same / (len(chosen) * (len(chosen) - 1))
+        values = (prediction.probs, scaled(features), prediction.ood_score, agreement)
+        parts.append(tuple(value.double().numpy() for value in values))
+    names = ("probs", "scaled", "score", "agreement")
+    columns = {name: np.concatenate(part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
+    return columns | {"labels": labels.numpy()}
+
+
+def from_suite(suite: Suite, group: int) -> tuple[mola.MoLA, Any, dict[str, Columns]]:
+    """Fit and tune a posterior for one group of five networks, and predict every set."""
+    stored = suite.read(slice(COMPONENTS * group, COMPONENTS * (group + 1)))
+    train = stored.pop("train")
+    validation = stored["validation"]
+    posterior = mola.fit(train.heads, train, validation, progress=False)
+    temperature = fit_temperature(validation.logits(), validation.labels)
+    scaled = mola.ensemble([head.scaled(temperature) for head in train.heads])
+    sets = {
+        name: predicted(posterior, scaled, (features for features, _ in activations), activations.labels)
+        for name, activations in stored.items()
+    }
+    return posterior, validation, sets
+
+
+SETS = {
+    "cifar10": ("train", "validation", "test", *(f"severity {level}" for level in range(1, 6)), "svhn", "cifar100"),
+    "mnist": (),
+}
+
+
+def open_suite_of(name: str, options: argparse.Namespace, groups: int) -> Suite:
+    networks, normalisation = (options.cifar10, "imagenet") if name == "cifar10" else (MNIST_NETWORKS, None)
+    data = DataOptions(options.data, normalisation=normalisation)
+    return open_suite(name, networks, data, options.cache, COMPONENTS * groups, SETS[name])
+
+
+def tuned(posterior: mola.MoLA, suite: Suite, splits: int, replays: int) -> dict[str, Any]:
+    """Count false alarms if the posterior was tuned on the validation data: on random splits of validation and test data together."""
+    stored = suite.read(slice(COMPONENTS))
+    parts = [stored["validation"], stored["test"]]
+    features = torch.cat([rows for part in parts for rows, _ in part])
+    labels = torch.cat([part.labels for part in parts])
+    size = len(parts[0].labels)
+    peaks = []
+    for split in range(splits):
+        order = torch.from_numpy(np.random.default_rng(split).permutation(len(labels)))
+        chosen = order[:size]
+        retuned = posterior.tune([(features[chosen], labels[chosen])], progress=False)
+        scores = retuned.predict([features]).ood_score.double().numpy()
+        for replay in range(replays):
+            rest = np.random.default_rng((split, replay)).permutation(order[size:].numpy())
+            peaks.append(peak_of(p_values_of(scores[chosen.numpy()], scores[rest], replay)))
+    shares = {str(alpha): float(np.mean(np.array(peaks) >= -math.log(alpha))) for alpha in ALPHAS}
+    return {"splits": splits, "orders": replays, "validation": size, "inputs": len(labels) - size, "watch": shares}
+
+
+# --- delays -----------------------------------------------------------------------------------------------------------
+
+
+def delays(
+    suite_name: str, sets: Mapping[str, Columns], replays: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Measure how many inputs pass between a change and the alarm, at alpha = 0.01."""
+    alpha = 0.01
+    validation = sets["validation"]["score"]
+    test = sets["test"]["score"]
+    outliers = "svhn" if suite_name == "cifar10" else "fashion-mnist"
+    changes = {name: (sets[name]["score"], 1.0) for name in sets if name.startswith(("severity", "rotation"))}
+    changes |= {f"{share:.0%} {outliers}": (sets[outliers]["score"], share) for share in (0.01, 0.05, 0.2)}
+    rows = []
+    for name, (scores, share) in changes.items():
+        measured: dict[str, list[float]] = {"watch": [], "mapie": [], "daily": []}
+        whole = []
+        false = dict.fromkeys(measured, 0)
+        for replay in range(replays):
+            draw = np.random.default_rng(replay)
+            order = draw.permutation(test)
+            calm, usual = order[:CALM], order[CALM:]
+            changed = np.where(draw.random(LONGEST) < share, draw.choice(scores, LONGEST), draw.choice(usual, LONGEST))
+            stream = np.concatenate([calm, changed])
+            delay = crossing(p_values_of(validation, stream, replay), alpha, CALM)
+            measured["watch"].append(math.inf if delay is None else delay)
+            false["watch"] += delay == 0
+            everything = np.concatenate([draw.permutation(validation), stream])
+            whole.append(ScoreCounts().add(everything, uniform_draws(replay, 0, len(everything)))[1])
+            false["daily"] += days_until(validation, calm, alpha) is not None
+            delay = days_until(validation, changed, alpha)
+            measured["daily"].append(math.inf if delay is None else delay)
+        for capital in jumper(np.stack(whole)):
+            before = len(validation) + CALM
+            false["mapie"] += bool((capital[100:before] > 1 / alpha).any())
+            reached = np.flatnonzero(capital[before:] > 1 / alpha)
+            measured["mapie"].append(float(reached[0]) + 1 if len(reached) else math.inf)
+        row: dict[str, Any] = {"suite": suite_name, "change": name, "replays": replays}
+        for test_name, values in measured.items():
+            median = float(np.quantile(values, 0.5, method="higher"))
+            row[test_name] = None if math.isinf(median) else median
+            row[f"{test_name}_seen"] = float(np.isfinite(values).mean())
+            row[f"{test_name}_false"] = false[test_name] / replays
+        rows.append(row)
+        say(f"delays: {suite_name}, {name}")
+    return rows
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+def transported(probs: Array, shares: Array) -> float:
+    """Return COT: the mean probability of the best assignment of labels in the proportions of the validation data."""
+    count = len(probs)
+    ends = np.round(np.cumsum(shares) * count).astype(int)
+    labels = np.repeat(np.arange(len(shares)), np.diff(ends, prepend=0))
+    rows, columns = linear_sum_assignment(-probs[:, labels])
+    return float(probs[rows, labels[columns]].mean())
+
+
+METHODS = {
+    "mean confidence": "probs",
+    "mean confidence, DE-T": "scaled",
+    "DoC, DE-T": "scaled",
+    "DoC": "probs",
+    "agreement (GDE)": "probs",
+    "ATC, DE-T": "scaled",
+    "ATC": "probs",
+    "COT": "probs",
+}
+"""Methods, and the predictor whose accuracy each of them estimates: the posterior, or the ensemble with a temperature."""
+
+
+class Estimators:
+    """The methods, calibrated on the validation data of one posterior."""
+
+    def __init__(self, validation: Columns) -> None:
+        self.correct = {
+            name: (validation[name].argmax(1) == validation["labels"]).astype(float) for name in ("probs", "scaled")
+        }
+        self.confidence = {name: validation[name].max(1) for name in self.correct}
+        self.thresholds = {
+            name: ConfidenceThreshold.fit(self.confidence[name][:, None], self.correct[name][:, None])
+            for name in self.correct
+        }
+        self.shares = np.bincount(validation["labels"], minlength=validation["probs"].shape[1]) / len(
+            validation["labels"]
+        )
+        self.baseline = Baseline.of_columns(
+            validation["score"], self.confidence["probs"][:, None], self.correct["probs"][:, None]
+        )
+
+    def estimates(self, columns: Columns) -> dict[str, float]:
+        """Return the estimate of each method."""
+        values = {"agreement (GDE)": float(columns["agreement"].mean())}
+        if len(columns["labels"]) <= 1000:
+            values["COT"] = transported(columns["probs"], self.shares)
+        for suffix, name in (("", "probs"), (", DE-T", "scaled")):
+            confidence = columns[name].max(1)
+            mean = float(confidence.mean())
+            values[f"mean confidence{suffix}"] = mean
+            fall = float(self.confidence[name].mean()) - mean
+            values[f"DoC{suffix}"] = float(self.correct[name].mean()) - fall
+            values[f"ATC{suffix}"] = float(self.thresholds[name].shares(confidence[:, None]).mean())
+        return values
+
+
+def accuracy_sets(suite: str, sets: Mapping[str, Columns], types: int) -> Iterator[tuple[str, str, Columns]]:
+    """Yield the kind, the name and the columns of each set whose accuracy is estimated."""
+    draw = np.random.default_rng(0)
+
+    def part(columns: Columns, rows: Any) -> Columns:
+        return {name: values[rows] for name, values in columns.items()}
+
+    def mixed(columns: Columns, others: Columns, share: float, count: int) -> Columns:
+        strange = int(share * count)
+        rows = draw.permutation(len(columns["labels"]))[: count - strange]
+        outside = part(others, draw.permutation(len(others["labels"]))[:strange])
+        outside["labels"] = np.full(strange, -1)  # never right
+        return {name: np.concatenate([values[rows], outside[name]]) for name, values in columns.items()}
+
+    test = sets["test"]
+    for size in (50, 200, 1000, 5000):
+        for repeat in range(4):
+            rows = draw.permutation(len(test["labels"]))[:size]
+            if len(rows) == size:
+                yield f"test, {size} inputs", f"{size}, {repeat}", part(test, rows)
+    classes = test["probs"].shape[1]
+    for repeat in range(6):  # two classes only, and classes in geometric proportions
+        pair = draw.choice(classes, 2, replace=False)
+        yield "two classes", f"{pair}", part(test, np.flatnonzero(np.isin(test["labels"], pair))[:1000])
+        weights = 0.6 ** draw.permutation(min(classes, 10)).astype(float)
+        chance = weights[test["labels"] % len(weights)]
+        rows = draw.choice(len(test["labels"]), 1000, replace=False, p=chance / chance.sum())
+        yield "other proportions", f"{repeat}", part(test, rows)
+    for name in sets:
+        if name.startswith("rotation"):
+            for repeat in range(3):
+                yield (
+                    "rotation",
+                    f"{name}, {repeat}",
+                    part(sets[name], draw.permutation(len(sets[name]["labels"]))[:1000]),
+                )
+        elif name.startswith("severity"):
+            for kind in range(types):  # the types were dealt in turn
+                yield "corruption", f"{name}, type {kind}", part(sets[name], slice(kind, None, types))
+            yield "mixed corruptions", name, part(sets[name], slice(5000))
+            pair = draw.choice(classes, 2, replace=False)
+            rows = np.flatnonzero(np.isin(sets[name]["labels"], pair))[:1000]
+            yield "corruption, two classes", f"{name}, {pair}", part(sets[name], rows)
+    outside = {"cifar10": ("svhn", "cifar100"), "mnist": ("fashion-mnist", "kmnist"), "clinc150": ("out of scope",)}
+    for name in outside[suite]:
+        for share in (0.05, 0.2, 0.5):
+            yield f"{share:.0%} outliers", f"{name}, {share}", mixed(test, sets[name], share, 1000)
+        yield "outliers alone", name, mixed(test, sets[name], 1.0, 1000)
+
+
+def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) -> list[dict[str, Any]]:
+    """Estimate the accuracy on every set."""
+    estimators = Estimators(sets["validation"])
+    threshold = estimators.baseline.confidence
+    assert threshold is not None
+    rows = []
+    for kind, name, columns in accuracy_sets(suite, sets, types):
+        truth = {
+            predictor: float((columns[predictor].argmax(1) == columns["labels"]).mean())
+            for predictor in ("probs", "scaled")
+        }
+        shares = threshold.shares(columns["probs"].max(1)[:, None])
+        expected = threshold.estimate(shares, columns["score"] > estimators.baseline.strange)
+        errors = {
+            method: round(value - truth[METHODS[method]], 5) for method, value in estimators.estimates(columns).items()
+        }
+        rows.append(
+            {
+                "suite": suite,
+                "group": group,
+                "kind": kind,
+                "set": name,
+                "inputs": len(columns["labels"]),
+                "truth": round(truth["probs"], 5),
+                "strange": round(float(expected.strange or 0), 5),
+                "reason": expected.reason,
+                "covered": None
+                if expected.low is None or expected.high is None
+                else bool(expected.low <= truth["probs"] <= expected.high),
+                "errors": errors,
+            }
+        )
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean absolute error of each method in points, over all sets of a kind, and of ATC with and without its refusals."""
+    table = []
+    keys = dict.fromkeys((row["suite"], row["chosen"], row["kind"]) for row in rows)
+    for suite, chosen, kind in keys:
+        members = [row for row in rows if (row["suite"], row["chosen"], row["kind"]) == (suite, chosen, kind)]
+        entry: dict[str, Any] = {"suite": suite, "chosen": chosen, "kind": kind, "sets": len(members)}
+        for method in METHODS:
+            errors = [abs(row["errors"][method]) for row in members if method in row["errors"]]
+            entry[method] = 100 * float(np.mean(errors)) if errors else None
+        answered = [row for row in members if row["reason"] is None]
+        entry["refused"] = 1 - len(answered) / len(members)
+        for name, selected in (
+            ("answered", answered),
+            ("withheld", [row for row in members if row["reason"] is not None]),
+        ):
+            errors = [100 * abs(row["errors"]["ATC"]) for row in selected]
+            entry[f"{name} error"] = float(np.mean(errors)) if errors else None
+            entry[f"{name} worst"] = float(np.max(errors)) if errors else None
+        entry["covered"] = float(np.mean([row["covered"] for row in answered])) if answered else None
+        table.append(entry)
+    return table
+
+
+def from_clinc(data: Path) -> dict[str, Columns]:
+    """Train five small networks on CLINC150, and predict its sets."""
+    requests = load_clinc150(data)
+    names = {"train": "train", "validation": "val", "test": "test", "out of scope": "oos_test"}
+    parts: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
+        name: (embed(requests[part].sentences), torch.tensor(requests[part].labels)) for name, part in names.items()
+    }
+    posterior, test, others = trained(parts | {"held out": parts["validation"]}, 256, 150, 20)
+    sets = {"validation": others["held out"], "test": test, "out of scope": others["out of scope"]}
+    validation = sets["validation"]
+    assert validation.labels is not None
+    temperature = fit_temperature(posterior.predict(validation.features).logit_mean, validation.labels)
+    scaled = mola.ensemble([network.scaled(temperature) for network in posterior.networks])
+    return {name: predicted(posterior, scaled, iter([rows.features]), rows.labels) for name, rows in sets.items()}
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def seconds(work: Callable[[], Any], repeats: int) -> float:
+    """Return the least processor time of some repeats, which other processes disturb least."""
+    times = []
+    for _ in range(repeats):
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def cost(quick: bool) -> dict[str, Any]:
+    """Compare `update` with the prediction of a batch by ResNet-20, and follow the memory over a long stream."""
+    torch.manual_seed(0)
+    network = build_network("resnet-20", 10).eval()
+    images = torch.randn(1000, 3, 32, 32)
+    labels = torch.randint(10, (1000,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MolaWarning)
+        posterior = mola.fit(network, [(images[:500], labels[:500])], [(images[500:], labels[500:])], progress=False)
+        watch = mola.watch(posterior, [(images[500:], labels[500:])])
+    times = []
+    for batch in (32, 128, 256, 1000):
+        inputs = images[:batch]
+        prediction = posterior.predict(inputs).computed()
+        predict = seconds(lambda inputs=inputs: posterior.predict(inputs).computed(), 2 if quick else 5)
+        update = seconds(lambda prediction=prediction: watch.update(prediction), 5 if quick else 20)
+        times.append({"batch": batch, "predict": predict, "update": update, "share": update / predict})
+    draw = np.random.default_rng(0)
+    validation = draw.normal(size=2000)
+    correct = (draw.random((2000, 1)) < 0.9).astype(float)
+    stream = Watch.of(Baseline.of_columns(validation, draw.random((2000, 1)), correct), WatchOptions())
+    memory = []
+    batch = 10_000
+    total = 200_000 if quick else 10_000_000
+    probs = torch.full((batch, 2), 0.5, dtype=torch.float64)
+    began = time.process_time()
+    for count in range(batch, total + 1, batch):
+        stream.update(mola.Prediction({"probs": probs, "ood_score": torch.from_numpy(draw.normal(size=batch))}))
+        if count in (100_000, 1_000_000, total):
+            tensors = stream.pack()[1]
+            memory.append(
+                {
+                    "inputs": count,
+                    "state_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+                    "largest_resident_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                    "bins": len(stream.streams[0].scores.bins),
+                    "alarm": bool(stream.alarm),
+                }
+            )
+    per_input = (time.process_time() - began) / total
+    return {"times": times, "memory": memory, "seconds_per_input": per_input}
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
+    parser.add_argument("--cifar10", type=Path, help="folder of ResNet-20s for CIFAR-10")
+    parser.add_argument("--clinc150", type=Path, help="folder of CLINC150")
+    parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of the activations")
+    parser.add_argument("--only", nargs="*", default=[], help="parts to run; by default, all")
+    parser.add_argument(
+        "--groups", type=int, default=2, help="number of groups of five networks; the first was used to choose"
+    )
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", MolaWarning)
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    def wanted(part: str) -> bool:
+        return not options.only or part in options.only
+
+    document = record.read("watch") if record.exists("watch") and not options.quick else {}
+    if wanted("false_alarms"):
+        document["mapie_agrees"] = agrees_with_mapie()
+        document["false_alarms"] = false_alarms(20 if options.quick else 1000, 2000 if options.quick else 10_000, say)
+    if wanted("cost"):
+        document["cost"] = cost(options.quick)
+    for part in ("delays", "accuracy"):
+        if options.data is not None and wanted(part):
+            document[part] = []
+    if options.data is not None and any(map(wanted, ("tuned", "delays", "accuracy"))):
+        for name in ("mnist", "cifar10"):
+            suite = open_suite_of(name, options, options.groups)
+            types = max(len(source.types) for source in suite.sources.values())
+            for group in range(options.groups):
+                posterior, _, sets = from_suite(suite, group)
+                if wanted("delays") and group == options.groups - 1:
+                    document["delays"] += delays(name, sets, 100, say)
+                if wanted("tuned") and name == "mnist" and group == 0:
+                    document["tuned"] = tuned(posterior, suite, 25, 8)
+                if wanted("accuracy"):
+                    rows = accuracy(name, group, sets, types)
+                    document["accuracy"] += [row | {"chosen": group == 0} for row in rows]
+                say(f"{name}, networks {COMPONENTS * group} to {COMPONENTS * group + 4}")
+    if options.clinc150 is not None and wanted("accuracy"):
+        rows = accuracy("clinc150", 0, from_clinc(options.clinc150), 0)
+        document["accuracy"] += [row | {"chosen": False} for row in rows]
+    if "accuracy" in document:
+        document["accuracy_summary"] = summary(document["accuracy"])
+    document["environment"] = record.environment("scipy", "mapie")
+    if options.quick:
+        print(document)
+    else:
+        record.write("watch", document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
