@@ -502,6 +502,53 @@ def _bayesian_optimisation(function: str) -> str:
     return listed(rows, columns)
 
 
+def _watch(name: str) -> str:
+    rows = record("watch")
+    if name == "false alarms":
+        columns = [
+            ("validation data", "{validation:,}"),
+            ("alpha", "{alpha:.0%}"),
+            ("`mola.watch`", "{watch:* 100 .1f} %"),
+            ("ranks in the validation set", "{fixed:* 100 .1f} %"),
+            ("MAPIE's jumper", "{mapie:* 100 .1f} %"),
+            ("test every day", "{daily:* 100 .1f} %"),
+        ]
+        return listed(rows["false_alarms"], columns, 0)
+    if name == "delays":
+        columns = [
+            ("data", "{suite}"),
+            ("change", "{change}"),
+            *[
+                (head, f"{{{test}:,.0f}} ({{{test}_seen:.0%}})")
+                for head, test in (("`mola.watch`", "watch"), ("MAPIE's jumper", "mapie"), ("test every day", "daily"))
+            ],
+        ]
+        return listed([row | {"suite": TITLES[row["suite"]]} for row in rows["delays"]], columns, 2)
+    if name == "cost":
+        columns = [
+            ("inputs in a batch", "{batch:,}"),
+            ("predict, ms", "{predict:* 1000 .0f}"),
+            ("update, ms", "{update:* 1000 .2f}"),
+            ("share", "{share:.2%}"),
+        ]
+        return listed(rows["cost"]["times"], columns, 0)
+    chosen = name == "accuracy chosen"
+    methods = ("mean confidence, DE-T", "DoC, DE-T", "agreement (GDE)", "COT", "ATC, DE-T", "ATC")
+    columns = [
+        ("data", "{suite}"),
+        ("sets", "{kind} ({sets})"),
+        *[(method, f"{{{method}:.1f}}") for method in methods],
+        ("withheld", "{refused:.0%}"),
+        ("error of the others", "{answered error:.1f}"),
+        ("of the withheld", "{withheld error:.1f}"),
+        ("covered", "{covered:.0%}"),
+    ]
+    selected = [row | {"suite": TITLES[row["suite"]]} for row in rows["accuracy_summary"] if row["chosen"] == chosen]
+    return listed(selected, columns, 2)
+
+
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
+
 SOURCES: dict[str, Callable[[str], str]] = {
     "bayesian-optimisation": _bayesian_optimisation,
     "closed-forms": _closed_forms,
@@ -521,5 +568,6 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "speed": _speed,
     "two-nodes": _nodes,
     "uci": _uci,
+    "watch": _watch,
 }
 """Functions that return the tables that do not come from a suite, by the first word of the table's name."""

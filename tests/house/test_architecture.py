@@ -41,7 +41,7 @@ def test_importing_mola_costs_little_more_than_torch():
 
 PUBLIC_MODULES = (
     *("calibration", "demo", "distributed", "errors", "evaluation", "export", "hub", "images"),
-    *("likelihoods", "links", "rules", "structures", "whole"),
+    *("likelihoods", "links", "monitoring", "rules", "structures", "whole"),
 )
 UNLISTED = {"distributed": ("Team", "join", "shard"), "hub": ("load", "push", "save")}
 """Public names of modules without `__all__`; those of `errors` are its classes."""
