@@ -37,7 +37,7 @@ import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.errors import MolaWarning
 from molaplace.monitoring import alarm as alarms
-from molaplace.monitoring.accuracy import ConfidenceThreshold
+from molaplace.monitoring.accuracy import MOST_STRANGE, ConfidenceThreshold
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.ranks import ScoreCounts, uniform_draws
 from molaplace.monitoring.watching import Baseline, Watch, WatchOptions
@@ -404,7 +404,9 @@ def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) ->
             for predictor in ("probs", "scaled")
         }
         shares = threshold.shares(columns["probs"].max(1)[:, None])
-        expected = threshold.estimate(shares, columns["score"] > estimators.baseline.strange)
+        expected = threshold.estimate(shares, np.zeros(len(shares), dtype=bool))
+        assert expected.low is not None
+        assert expected.high is not None
         errors = {
             method: round(value - truth[METHODS[method]], 5) for method, value in estimators.estimates(columns).items()
         }
@@ -416,11 +418,8 @@ def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) ->
                 "set": name,
                 "inputs": len(columns["labels"]),
                 "truth": round(truth["probs"], 5),
-                "strange": round(float(expected.strange or 0), 5),
-                "reason": expected.reason,
-                "covered": None
-                if expected.low is None or expected.high is None
-                else bool(expected.low <= truth["probs"] <= expected.high),
+                "strange": round(float((columns["score"] > estimators.baseline.strange).mean()), 5),
+                "covered": expected.low <= truth["probs"] <= expected.high,
                 "errors": errors,
             }
         )
@@ -437,11 +436,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for method in METHODS:
             errors = [abs(row["errors"][method]) for row in members if method in row["errors"]]
             entry[method] = 100 * float(np.mean(errors)) if errors else None
-        answered = [row for row in members if row["reason"] is None]
+        answered = [row for row in members if row["strange"] <= MOST_STRANGE]
         entry["refused"] = 1 - len(answered) / len(members)
         for name, selected in (
             ("answered", answered),
-            ("withheld", [row for row in members if row["reason"] is not None]),
+            ("withheld", [row for row in members if row["strange"] > MOST_STRANGE]),
         ):
             errors = [100 * abs(row["errors"]["ATC"]) for row in selected]
             entry[f"{name} error"] = float(np.mean(errors)) if errors else None
