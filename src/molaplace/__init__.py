@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from molaplace.fitting import ensemble, fit
     from molaplace.loading import load
     from molaplace.mixture import Mixture
-    from molaplace.monitoring import Watch, watch
+    from molaplace.monitoring.watching import Watch, watch
     from molaplace.posterior import MoLA
     from molaplace.prediction import Prediction, RegressionPrediction
     from molaplace.sklearn import MolaClassifier, MolaRegressor
@@ -68,7 +68,7 @@ _NAMES = {
     "MolaRegressor": "sklearn",
     "Prediction": "prediction",
     "RegressionPrediction": "prediction",
-    "Watch": "monitoring",
+    "Watch": "monitoring.watching",
     "abstain_threshold": "decisions",
     "alarm_threshold": "decisions",
     "ensemble": "fitting",
@@ -77,7 +77,7 @@ _NAMES = {
     "load": "loading",
     "prediction_intervals": "decisions",
     "prediction_sets": "decisions",
-    "watch": "monitoring",
+    "watch": "monitoring.watching",
 }
 
 

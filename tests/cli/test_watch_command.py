@@ -206,7 +206,9 @@ def test_other_outputs_are_watched_too(kind, tmp_path):
 def test_pictures_of_the_strangest_inputs(workspace, fitted, monkeypatch, tmp_path):
     monkeypatch.chdir(workspace.root)
     monkeypatch.syspath_prepend(str(workspace.root))
-    outcome = run_command("watch", fitted.folder, "test.npz", "--log", tmp_path / "log.jsonl", "--trust", "--recent", 50)
+    outcome = run_command(
+        "watch", fitted.folder, "test.npz", "--log", tmp_path / "log.jsonl", "--trust", "--recent", 50
+    )
     assert outcome.exit_code in (0, 3), outcome.exception
     page = Page((tmp_path / "log.html").read_text())
     assert sum(reference.startswith("data:image/png;base64,") for reference in page.references) == 12

@@ -3,6 +3,5 @@
 from molaplace.monitoring.accuracy import ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm, Contribution
 from molaplace.monitoring.labelled import LabelledAccuracy
-from molaplace.monitoring.watching import Watch, watch
 
-__all__ = ["Alarm", "Contribution", "ExpectedAccuracy", "LabelledAccuracy", "Watch", "watch"]
+__all__ = ["Alarm", "Contribution", "ExpectedAccuracy", "LabelledAccuracy"]
