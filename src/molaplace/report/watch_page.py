@@ -22,8 +22,8 @@ SCORES = (
 )
 EVIDENCE = (
     "Capital of bets that the inputs have changed, which began at 1. If nothing changes, the probability that it ever reaches the dashed "
-    "line is at most alpha. A stretch without change lets it fall; after an alarm, it may fall again because the ranks then include the "
-    "new inputs."
+    "line is at most alpha. Without a change, it falls; after an alarm, it may fall again, because the ranks then include the new inputs. "
+    "The figure ends at 12."
 )
 ACCURACY = (
     "Expected accuracy of the recent inputs, from their confidence, with a 95 % interval that counts the sampling error. The dashed line "
