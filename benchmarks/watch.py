@@ -38,9 +38,11 @@ from molaplace.calibration import fit_temperature
 from molaplace.errors import MolaWarning
 from molaplace.monitoring import alarm as alarms
 from molaplace.monitoring.accuracy import MOST_STRANGE, ConfidenceThreshold
+from molaplace.monitoring.baseline import Baseline
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.ranks import ScoreCounts, uniform_draws
-from molaplace.monitoring.watching import Baseline, Watch, WatchOptions
+from molaplace.monitoring.stream import WatchOptions
+from molaplace.monitoring.watching import Watch
 from molaplace_lab.data.clinc150 import embed, load_clinc150
 from molaplace_lab.models import build_network
 from molaplace_lab.suite import DataOptions

@@ -11,7 +11,8 @@ import torch
 
 import molaplace as mola
 from molaplace.cli.watch_log import WatchLog
-from molaplace.monitoring.watching import Baseline, Watch
+from molaplace.monitoring.baseline import Baseline
+from molaplace.monitoring.watching import Watch
 from tests.cli.fitted_folders import draw
 from tests.cli.fitted_folders import run as run_command
 from tests.pages import Page

@@ -17,10 +17,12 @@ from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.likelihoods import BERNOULLI
 from molaplace.monitoring import alarm as alarms
 from molaplace.monitoring.accuracy import FEWEST, ConfidenceThreshold
+from molaplace.monitoring.baseline import Baseline
 from molaplace.monitoring.evidence import GRIDS, Evidence, start_weights, unspent
 from molaplace.monitoring.labelled import SHARES, confidence_sequence, log_fall_factors
 from molaplace.monitoring.ranks import ScoreCounts, bins_of, uniform_draws
-from molaplace.monitoring.watching import Baseline, Stream, Watch, WatchOptions
+from molaplace.monitoring.stream import Stream, WatchOptions
+from molaplace.monitoring.watching import Watch
 from tests.library import problems
 
 

@@ -29,7 +29,9 @@ from molaplace.cli.progress import showing_progress
 from molaplace.cli.watch_log import WatchLog
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError
-from molaplace.monitoring.watching import LEVELS, Baseline, Watch, WatchOptions
+from molaplace.monitoring.baseline import LEVELS, Baseline
+from molaplace.monitoring.stream import WatchOptions
+from molaplace.monitoring.watching import Watch
 from molaplace.options import counted
 from molaplace.progress import Progress, no_progress
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,238 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.errors import DataError, OptionError, StorageError, located
-from molaplace.monitoring import alarm as alarms
-from molaplace.monitoring.accuracy import STRANGE, ConfidenceThreshold, ExpectedAccuracy
-from molaplace.monitoring.alarm import Alarm, Contribution
+from molaplace.errors import OptionError, StorageError
+from molaplace.monitoring.accuracy import ConfidenceThreshold, ExpectedAccuracy
+from molaplace.monitoring.alarm import Alarm
+from molaplace.monitoring.baseline import Baseline, as_rows, correctness, mean_known
 from molaplace.monitoring.evidence import Evidence
-from molaplace.monitoring.labelled import SHARES, LabelledAccuracy, confidence_sequence, log_fall_factors
-from molaplace.monitoring.ranks import Array, ScoreCounts, uniform_draws
-from molaplace.network import IGNORE_INDEX, as_batch
-from molaplace.options import check_share, counted, whole_number
+from molaplace.monitoring.labelled import LabelledAccuracy, confidence_sequence
+from molaplace.monitoring.ranks import ScoreCounts
+from molaplace.monitoring.stream import Stream, WatchOptions
+from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.schema import Optional
 
 KIND = "watch"
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Quantiles of the scores that are stored for the validation data."""
-
-INTERVAL = 0.9
-"""Nominal coverage of the intervals that are checked when the targets of a regression arrive."""
-
-MOST_POSITIONS = 256
-"""Number of positions of each validation input that are read if the outputs are dense."""
-
-MOST_CONTRIBUTIONS = 10
-
-
-# --- what is read from predictions ------------------------------------------------------------------------------------
-
-
-def _rows(values: Any) -> Array:
-    # Return a tensor (n, ...) as an array (n, q).
-    array = torch.as_tensor(values).detach().cpu().numpy()
-    return array.reshape(len(array), -1)
-
-
-def _scores(prediction: Any) -> Array:
-    # One score for each input: for dense outputs, the mean over the positions.
-    return _rows(prediction.ood_score).astype(np.float64).mean(1)
-
-
-def _answers(prediction: Any) -> Array:
-    # What labels are compared with: predicted labels (n, q) or, for regression, the ends of intervals (n, 2, q).
-    if isinstance(prediction, RegressionPrediction):
-        return np.stack([_rows(end) for end in prediction.interval(INTERVAL)], axis=1)
-    return _rows(prediction.label).astype(np.int32)
-
-
-def _correctness(answers: Array, labels: Any) -> Array:
-    # Whether each answer is right, 0 or 1, as an array (n, q); NaN where the label is missing.
-    try:
-        truth = _rows(labels).astype(np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"must be numbers, got a {type(labels).__name__}.", argument="labels") from error
-    expected = (len(answers), answers.shape[-1])
-    if truth.shape != expected:
-        raise DataError(
-            f"must have one row for each of {counted(expected[0], 'input')} and {counted(expected[1], 'value')} in each row; got shape "
-            f"{tuple(torch.as_tensor(labels).shape)}.",
-            argument="labels",
-        )
-    if answers.ndim == 3:
-        return np.where(np.isnan(truth), np.nan, (answers[:, 0] <= truth) & (truth <= answers[:, 1]))
-    return np.where(np.isnan(truth) | (truth == IGNORE_INDEX), np.nan, answers == truth)
-
-
-def _mean_known(correct: Array) -> Array:
-    # Mean (n,) over the known values of each input; NaN if none is known.
-    known = ~np.isnan(correct)
-    sums = np.where(known, correct, 0).sum(1)
-    return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
-
-
-# --- validation data --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """What a watch knows about the validation data."""
-
-    scores: ScoreCounts
-    """Counts of the outlier scores."""
-    quantiles: tuple[float, ...]
-    """Quantiles of the scores, at the levels 0.05, 0.25, 0.5, 0.75 and 0.95."""
-    strange: float
-    """Score that 99 % of the validation data do not exceed."""
-    regression: bool = False
-    accuracy: float | None = None
-    """Accuracy or, for regression, coverage of intervals; None without labels."""
-    confidence: ConfidenceThreshold | None = None
-    """Threshold on the confidence; None for regression and without labels."""
-
-    @classmethod
-    def of_columns(
-        cls, scores: Array, confidence: Array | None, correct: Array | None, *, pooled: bool = False
-    ) -> Baseline:
-        """Return the baseline of validation data with scores (m,), confidences (m, q) and correctness (m, q), NaN where unknown."""
-        counts, _ = ScoreCounts().add(scores, np.zeros(len(scores)))
-        quantiles = tuple(np.quantile(scores, LEVELS).tolist())
-        baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None)
-        if correct is None or np.isnan(correct).all():
-            return baseline
-        if confidence is None:
-            return replace(baseline, accuracy=float(np.nanmean(correct)))
-        threshold = ConfidenceThreshold.fit(confidence, correct, pooled=pooled)
-        return replace(baseline, accuracy=threshold.accuracy, confidence=threshold)
-
-    @classmethod
-    def read(cls, posterior: Predictor, loader: Iterable[Any]) -> Baseline:
-        """Predict the validation data batch by batch, and keep what a watch needs."""
-        scores: list[Array] = []
-        confidences: list[Array] = []
-        corrects: list[Array] = []
-        pooled = False
-        for index, raw in enumerate(loader):
-            place = f"batch {index} of the validation loader"
-            batch = as_batch(raw, place)
-            prediction = posterior.predict_batch(batch.inputs).cpu()
-            answers = _answers(prediction)
-            with located(place):
-                missing = np.full((len(answers), answers.shape[-1]), np.nan)
-                correct = missing if batch.labels is None else _correctness(answers, batch.labels)
-            positions = np.arange(correct.shape[1])
-            if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:
-                pooled = True
-                positions = np.linspace(0, len(positions) - 1, min(len(positions), MOST_POSITIONS)).astype(int)
-            scores.append(_scores(prediction))
-            corrects.append(correct[:, positions])
-            if isinstance(prediction, Prediction):
-                confidences.append(_rows(prediction.confidence).astype(np.float64)[:, positions])
-        if not scores:
-            raise DataError("the validation loader is empty. Pass at least one batch.")
-        columns = np.concatenate(confidences) if confidences else None
-        return cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled)
-
-
-@dataclass(frozen=True)
-class WatchOptions:
-    """The options of a watch."""
-
-    alpha: float = 0.01
-    """Largest probability of a false alarm over the whole life of the stream, for each of the two alarms."""
-    tolerance: float = 0.05
-    """Fall in accuracy, from 0 to 1, that the alarm of `labelled` tolerates."""
-    recent: int = 1000
-    """Number of inputs for which `accuracy` is estimated."""
-    window: int = 10_000
-    """Number of recent inputs that are kept, and whose labels may still arrive."""
-    seed: int = 0
-    """Seed of the draws that break ties."""
-
-    def __post_init__(self) -> None:
-        check_share(self.alpha, "alpha", "1 % is 0.01.")
-        check_share(self.tolerance, "tolerance", "5 points are 0.05.")
-        whole_number(self.recent, "recent")
-        whole_number(self.window, "window")
-        whole_number(self.seed, "seed", 0)
-        if self.recent > self.window:
-            raise OptionError(f"must be at most window = {self.window}, got {self.recent}.", argument="recent")
-
-
-# --- one stream -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What is known about one stream of inputs."""
-
-    name: str
-    scores: ScoreCounts
-    """Counts of all scores so far, including those of the validation data."""
-    evidence: Evidence = field(default_factory=lambda: Evidence.none(alarms.BETS))
-    """Evidence that the stream has left the validation data."""
-    fall: Evidence = field(default_factory=lambda: Evidence.none(len(SHARES)))
-    """Evidence that accuracy has fallen."""
-    correct: float = 0.0
-    """Sum of the correctness of the inputs with labels."""
-    window: Mapping[str, Array] = field(default_factory=dict)
-    """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label), and
-    "answers"."""
-
-    @property
-    def count(self) -> int:
-        """Number of inputs."""
-        return self.evidence.count
-
-    @property
-    def first(self) -> int:
-        """Position of the first input in the window."""
-        return self.count - len(self.window.get("score", ()))
-
-    def add(self, prediction: Any, labels: Any, baseline: Baseline, options: WatchOptions) -> Stream:
-        """Return the stream after further inputs, with their labels if known."""
-        scores = _scores(prediction)
-        draws = uniform_draws(options.seed, self.count, len(scores))
-        counts, p_values = self.scores.add(scores, draws)
-        shares = np.zeros(len(scores))
-        if baseline.confidence is not None:
-            shares = baseline.confidence.shares(_rows(prediction.confidence))
-        answers = _answers(prediction)
-        outcomes = np.full(len(scores), np.nan) if labels is None else _mean_known(_correctness(answers, labels))
-        columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
-        if not _is_dense(prediction):
-            columns["answers"] = answers
-        window = {
-            name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
-            for name, values in columns.items()
-        }
-        stream = replace(self, scores=counts, evidence=self.evidence.add(alarms.log_factors(p_values)), window=window)
-        return stream.judged(self.count + np.arange(len(scores)), outcomes, baseline, options)
-
-    def judged(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
-        """Return the stream with the correctness (n,) of the inputs at some positions; NaN where the label is missing."""
-        known = ~np.isnan(outcomes)
-        if not known.any():
-            return self
-        correct = self.window["correct"].copy()
-        inside = known & (positions >= self.first)
-        correct[positions[inside] - self.first] = outcomes[inside]
-        fall = self.fall
-        if baseline.accuracy is not None:
-            fall = fall.add(log_fall_factors(outcomes[known], baseline.accuracy - options.tolerance))
-        total = self.correct + float(outcomes[known].sum())
-        return replace(self, window={**self.window, "correct": correct}, fall=fall, correct=total)
-
-
-def _is_dense(prediction: Any) -> bool:
-    outputs = prediction.mean if isinstance(prediction, RegressionPrediction) else prediction.probs
-    return bool(outputs.dim() > 2)
-
-
-# --- the watch --------------------------------------------------------------------------------------------------------
 
 
 class Watch:
@@ -320,7 +103,7 @@ class Watch:
                     argument="positions",
                 )
         else:
-            indices = _rows(positions)[:, 0].astype(np.int64) - stream.first
+            indices = as_rows(positions)[:, 0].astype(np.int64) - stream.first
             within = (indices >= 0) & (indices < len(waiting))
             if not within.all():
                 raise OptionError(
@@ -330,7 +113,7 @@ class Watch:
                 )
             if len(np.unique(indices)) < len(indices) or not waiting[indices].all():
                 raise OptionError("contain an input twice, or an input that already has a label.", argument="positions")
-        outcomes = _mean_known(_correctness(stream.window["answers"][indices], labels))
+        outcomes = mean_known(correctness(stream.window["answers"][indices], labels))
         return stream.judged(indices + stream.first, outcomes, self.baseline, self.options)
 
     # --- what can be read at any time ---------------------------------------------------------------------------------
@@ -349,7 +132,7 @@ class Watch:
             now=evidence.log_value,
             count=self.count,
             began=evidence.began if raised else None,
-            contributions=_contributions(stream) if raised else (),
+            contributions=stream.contributions() if raised else (),
             stream=stream.name,
         )
 
@@ -491,7 +274,7 @@ SCHEMA = {
 }
 
 
-def _arrays(value: Any) -> dict[str, Array]:
+def _arrays(value: Any) -> dict[str, np.ndarray[Any, Any]]:
     members = {member.name: getattr(value, member.name) for member in fields(value)}
     return {name: member for name, member in members.items() if isinstance(member, np.ndarray)}
 
@@ -513,19 +296,6 @@ def _plain(baseline: Baseline) -> dict[str, Any]:
 def _order(stream: Stream) -> tuple[Any, ...]:
     # An order of streams that depends only on their content.
     return stream.name, stream.count, stream.evidence.log_peak, stream.evidence.log_value, stream.correct
-
-
-def _contributions(stream: Stream) -> tuple[Contribution, ...]:
-    evidence = stream.evidence
-    since = max(evidence.began - stream.first, 0)
-    gains = alarms.log_factors(stream.window["p_value"][since:])[evidence.leader]
-    strongest = np.argsort(-gains, kind="stable")[:MOST_CONTRIBUTIONS]
-    scores = stream.window["score"][since:]
-    return tuple(
-        Contribution(int(index) + since + stream.first, float(scores[index]), float(gains[index]), stream.name)
-        for index in strongest
-        if gains[index] > 0
-    )
 
 
 def watch(

@@ -1,0 +1,118 @@
+"""One stream of inputs: the counts of its scores, the capital of the bets on it, and a window of recent inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from molaplace.errors import OptionError
+from molaplace.monitoring.alarm import BETS, Contribution, log_factors
+from molaplace.monitoring.baseline import Baseline, answers_of, as_rows, correctness, is_dense, mean_known, scores_of
+from molaplace.monitoring.evidence import Evidence
+from molaplace.monitoring.labelled import SHARES, log_fall_factors
+from molaplace.monitoring.ranks import Array, ScoreCounts, uniform_draws
+from molaplace.options import check_share, whole_number
+
+MOST_CONTRIBUTIONS = 10
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options of a watch."""
+
+    alpha: float = 0.01
+    """Largest probability of a false alarm over the whole life of the stream, for each of the two alarms."""
+    tolerance: float = 0.05
+    """Fall in accuracy, from 0 to 1, that the alarm of `labelled` tolerates."""
+    recent: int = 1000
+    """Number of inputs for which `accuracy` is estimated."""
+    window: int = 10_000
+    """Number of recent inputs that are kept, and whose labels may still arrive."""
+    seed: int = 0
+    """Seed of the draws that break ties."""
+
+    def __post_init__(self) -> None:
+        check_share(self.alpha, "alpha", "1 % is 0.01.")
+        check_share(self.tolerance, "tolerance", "5 points are 0.05.")
+        whole_number(self.recent, "recent")
+        whole_number(self.window, "window")
+        whole_number(self.seed, "seed", 0)
+        if self.recent > self.window:
+            raise OptionError(f"must be at most window = {self.window}, got {self.recent}.", argument="recent")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is known about one stream of inputs."""
+
+    name: str
+    scores: ScoreCounts
+    """Counts of all scores so far, including those of the validation data."""
+    evidence: Evidence = field(default_factory=lambda: Evidence.none(BETS))
+    """Evidence that the stream has left the validation data."""
+    fall: Evidence = field(default_factory=lambda: Evidence.none(len(SHARES)))
+    """Evidence that accuracy has fallen."""
+    correct: float = 0.0
+    """Sum of the correctness of the inputs with labels."""
+    window: Mapping[str, Array] = field(default_factory=dict)
+    """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label), and
+    "answers"."""
+
+    @property
+    def count(self) -> int:
+        """Number of inputs."""
+        return self.evidence.count
+
+    @property
+    def first(self) -> int:
+        """Position of the first input in the window."""
+        return self.count - len(self.window.get("score", ()))
+
+    def add(self, prediction: Any, labels: Any, baseline: Baseline, options: WatchOptions) -> Stream:
+        """Return the stream after further inputs, with their labels if known."""
+        scores = scores_of(prediction)
+        draws = uniform_draws(options.seed, self.count, len(scores))
+        counts, p_values = self.scores.add(scores, draws)
+        shares = np.zeros(len(scores))
+        if baseline.confidence is not None:
+            shares = baseline.confidence.shares(as_rows(prediction.confidence))
+        answers = answers_of(prediction)
+        outcomes = np.full(len(scores), np.nan) if labels is None else mean_known(correctness(answers, labels))
+        columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
+        if not is_dense(prediction):
+            columns["answers"] = answers
+        window = {
+            name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
+            for name, values in columns.items()
+        }
+        stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
+        return stream.judged(self.count + np.arange(len(scores)), outcomes, baseline, options)
+
+    def judged(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
+        """Return the stream with the correctness (n,) of the inputs at some positions; NaN where the label is missing."""
+        known = ~np.isnan(outcomes)
+        if not known.any():
+            return self
+        correct = self.window["correct"].copy()
+        inside = known & (positions >= self.first)
+        correct[positions[inside] - self.first] = outcomes[inside]
+        fall = self.fall
+        if baseline.accuracy is not None:
+            fall = fall.add(log_fall_factors(outcomes[known], baseline.accuracy - options.tolerance))
+        total = self.correct + float(outcomes[known].sum())
+        return replace(self, window={**self.window, "correct": correct}, fall=fall, correct=total)
+
+    def contributions(self) -> tuple[Contribution, ...]:
+        """Return the inputs in the window that contributed most since the change began, strongest first."""
+        since = max(self.evidence.began - self.first, 0)
+        gains = log_factors(self.window["p_value"][since:])[self.evidence.leader]
+        strongest = np.argsort(-gains, kind="stable")[:MOST_CONTRIBUTIONS]
+        scores = self.window["score"][since:]
+        return tuple(
+            Contribution(int(index) + since + self.first, float(scores[index]), float(gains[index]), self.name)
+            for index in strongest
+            if gains[index] > 0
+        )
