@@ -116,7 +116,7 @@ fuzz: $(READY)  ## 10,000 random calls against an independent closed form; then 
 	$(BIN)/python benchmarks/fuzz.py $(QUICK)
 	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
 
-crash: $(READY)  ## 400 kills: save, fit, bench, predict; then docs/robustness.md
+crash: $(READY)  ## 500 kills: save, fit, bench, predict, watch; then docs/robustness.md
 	$(BIN)/python benchmarks/crash.py $(QUICK)
 	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
 

@@ -1,11 +1,12 @@
 """Kill tasks at random moments; check that no file is lost and that a rerun gives the same results as an uninterrupted run.
 
-    python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
+    python benchmarks/crash.py [save fit bench predict watch] [--kills 100] [--quick] [--case predict:17]
 
-Each of four tasks is killed many times: `save` (overwrites an older posterior), `fit` (writes a checkpoint after every batch),
-`bench` (runs the laboratory's `bench digits` on a small subset of the data) and `predict` (runs `molaplace predict` and overwrites an older
-file). In half of the cases, SIGKILL is sent at a random time. In a quarter, the process is killed just before a file operation;
-in the remaining quarter, it is killed during a write, when the file reaches a random size.
+Each of five tasks is killed many times: `save` (overwrites an older posterior), `fit` (writes a checkpoint after every batch),
+`bench` (runs the laboratory's `bench digits` on a small subset of the data), `predict` (runs `molaplace predict` and overwrites an older
+file) and `watch` (runs `molaplace watch` and appends to a log). In half of the cases, SIGKILL is sent at a random time. In a quarter,
+the process is killed just before a file operation; in the remaining quarter, it is killed during a write, when the file reaches a random
+size.
 
 After a kill, either the old or the new result must be complete (if not, the outcome is `half-written`). The second attempt must
 succeed (if not, the outcome is `lost`) and produce the same bytes as an uninterrupted run (if not, the outcome is `differs`).
@@ -122,11 +123,26 @@ def predict(data: str) -> None:
 def fit_and_predict() -> None:
     torch.manual_seed(0)
     save_weights(build_network("mlp", 10), Path("net.safetensors"))
-    for name, count in (("train", 40), ("val", 40), ("test", 60), ("many", 600)):
-        rng = np.random.default_rng(count)
+    for seed, (name, count) in enumerate((("train", 40), ("val", 40), ("test", 60), ("many", 600))):
+        rng = np.random.default_rng(seed)
         np.savez(f"{name}.npz", x=rng.random((count, 1, 8, 8)).astype(np.float32), y=rng.integers(0, 10, count))
     command("fit net.safetensors --network mlp --train train.npz --val val.npz --output fitted")
     predict("test")
+
+
+def watch(data: str) -> None:
+    command(f"watch fitted {data}.npz --log watch.jsonl --recent 100")
+
+
+def fit_and_watch() -> None:
+    fit_and_predict()
+    watch("test")
+
+
+def watch_state() -> dict[str, str]:
+    lines = Path("watch.jsonl").read_bytes().split(b"\n")[:-1]  # a line that was cut off is completed by the next run
+    entries = [{name: value for name, value in json.loads(line).items() if name != "time"} for line in lines]
+    return {f"batch {entry['batch']}": digest(json.dumps(entry)) for entry in entries}
 
 
 KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
@@ -138,6 +154,7 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: predict("many"),
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
+    "watch": (fit_and_watch, lambda: watch("many"), watch_state),
 }
 """The tasks. Each has three functions: one writes the initial files, one does the work, and one returns digests of the results."""
 
