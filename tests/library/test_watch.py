@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 import re
 from fractions import Fraction
 
@@ -484,6 +485,19 @@ def test_merging_is_associative_and_commutative():
         first.merge(normal_watch(seed=5))
     with pytest.raises(OptionError, match="same validation data and options"):
         first.merge(normal_watch(alpha=0.2))
+
+
+def test_a_team_collects_watches_as_they_are():
+    watch = watches(1)[0]
+    assert reading(pickle.loads(pickle.dumps(watch))) == reading(watch)
+
+
+def test_half_precision_is_read():
+    prediction = mola.Prediction(
+        {"probs": torch.tensor([[0.25, 0.75]] * 3).bfloat16(), "ood_score": torch.arange(3.0).bfloat16()}
+    )
+    watch = normal_watch().update(prediction)
+    assert watch.streams[0].window["score"].tolist() == [0, 1, 2]
 
 
 def test_a_loaded_watch_continues_as_if_nothing_had_happened(tmp_path):

@@ -28,14 +28,15 @@ MOST_POSITIONS = 256
 
 
 def as_rows(values: Any) -> Array:
-    """Return a tensor (n, ...) as an array (n, q)."""
-    array = torch.as_tensor(values).detach().cpu().numpy()
+    """Return a tensor (n, ...) as an array (n, q), in float64 if it has a floating-point type."""
+    tensor = torch.as_tensor(values).detach().cpu()
+    array = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     return array.reshape(len(array), -1)
 
 
 def scores_of(prediction: Any) -> Array:
     """Return one outlier score for each input (n,); for dense outputs, it is the mean over the positions."""
-    return as_rows(prediction.ood_score).astype(np.float64).mean(1)
+    return as_rows(prediction.ood_score).mean(1)
 
 
 def answers_of(prediction: Any) -> Array:
@@ -129,7 +130,7 @@ class Baseline:
             scores.append(scores_of(prediction))
             corrects.append(correct[:, positions])
             if isinstance(prediction, Prediction):
-                confidences.append(as_rows(prediction.confidence).astype(np.float64)[:, positions])
+                confidences.append(as_rows(prediction.confidence)[:, positions])
         if not scores:
             raise DataError("the validation loader is empty. Pass at least one batch.")
         columns = np.concatenate(confidences) if confidences else None
