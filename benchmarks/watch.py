@@ -173,7 +173,8 @@ def false_alarms(replays: int, length: int, say: Callable[[str], None]) -> list[
 
 
 Columns = dict[str, Array]
-"""Of a data set: "probs" of the posterior and "scaled" of the ensemble with a temperature (n, C), "score", "agreement", and "labels"."""
+"""Of a data set: "probs" of the posterior and "scaled" of the ensemble with a temperature (n, C), "score", "distance", "agreement" of
+members, and "labels"."""
 
 
 def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> Columns:
@@ -184,9 +185,10 @@ def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> C
         chosen = prediction.logit_mean.argmax(-1)
         same = (chosen[:, None] == chosen).double().sum((0, 1)) - len(chosen)
         agreement = same / (len(chosen) * (len(chosen) - 1))
-        values = (prediction.probs, scaled(features), prediction.ood_score, agreement)
+        assert prediction.distance is not None
+        values = (prediction.probs, scaled(features), prediction.ood_score, prediction.distance, agreement)
         parts.append(tuple(value.double().numpy() for value in values))
-    names = ("probs", "scaled", "score", "agreement")
+    names = ("probs", "scaled", "score", "distance", "agreement")
     columns = {name: np.concatenate(part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
     return columns | {"labels": labels.numpy()}
 
@@ -413,6 +415,12 @@ def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) ->
         errors = {
             method: round(value - truth[METHODS[method]], 5) for method, value in estimators.estimates(columns).items()
         }
+        beyond = {
+            f"{level}": {
+                name: columns[name] > np.quantile(sets["validation"][name], level) for name in ("score", "distance")
+            }
+            for level in (0.95, 0.99)
+        }
         rows.append(
             {
                 "suite": suite,
@@ -422,6 +430,13 @@ def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) ->
                 "inputs": len(columns["labels"]),
                 "truth": round(truth["probs"], 5),
                 "strange": round(float((columns["score"] > estimators.baseline.strange).mean()), 5),
+                "beyond": {
+                    level: [
+                        round(float(masks.mean()), 5)
+                        for masks in (by["score"], by["distance"], by["score"] | by["distance"])
+                    ]
+                    for level, by in beyond.items()
+                },
                 "covered": expected.low <= truth["probs"] <= expected.high,
                 "errors": errors,
             }
@@ -559,14 +574,14 @@ def main() -> int:
         if options.data is not None and wanted(part):
             document[part] = []
     if options.data is not None and any(map(wanted, ("tuned", "delays", "accuracy"))):
-        for name in ("mnist", "cifar10"):
+        for name in ("mnist", "cifar10") if options.cifar10 is not None else ("mnist",):
             groups = options.groups if name == "cifar10" else 2
             suite = open_suite_of(name, options, groups)
             types = max(len(source.types) for source in suite.sources.values())
             for group in range(groups):
                 posterior, _, sets = from_suite(suite, group)
                 if wanted("delays") and group == groups - 1:
-                    document["delays"] += delays(name, sets, 100, say)
+                    document["delays"] += delays(name, sets, 50, say)
                 if wanted("tuned") and name == "mnist" and group == 0:
                     document["tuned"] = tuned(posterior, suite, 25, 8)
                 if wanted("accuracy"):
