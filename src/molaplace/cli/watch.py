@@ -23,9 +23,8 @@ from molaplace.cli.decisions import SCORE, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_url
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import NAME
-from molaplace.cli.option_groups import MORE, PosteriorOptions, RunOptions
-from molaplace.cli.options import check_writable, option, write_run
-from molaplace.cli.progress import showing_progress
+from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, check_writable, option, write_run
+from molaplace.cli.terminal import showing_progress
 from molaplace.cli.watch_log import WatchLog
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError

@@ -29,7 +29,7 @@ MOST_POSITIONS = 256
 
 def as_rows(values: Any) -> Array:
     """Return a tensor (n, ...) as an array (n, q), in float64 if it has a floating-point type."""
-    tensor = torch.as_tensor(values).detach().cpu()
+    tensor = torch.as_tensor(values, device="cpu").detach()
     array = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     return array.reshape(len(array), -1)
 
@@ -56,7 +56,7 @@ def correctness(answers: Array, labels: Any) -> Array:
     if truth.shape != expected:
         raise DataError(
             f"must have one row for each of {counted(expected[0], 'input')} and {counted(expected[1], 'value')} in each row; got shape "
-            f"{tuple(torch.as_tensor(labels).shape)}.",
+            f"{tuple(np.shape(labels))}.",
             argument="labels",
         )
     if answers.ndim == 3:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from molaplace import __version__
-from molaplace.report.page import render_page
 from molaplace.report.style import COLOURS, INK, Figure, Planned, canvas, quiet_axes, render
+from molaplace.report.writing import render_page
 
 HEIGHT = 2.5
 LARGEST = 12.0
