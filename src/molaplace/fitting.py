@@ -18,7 +18,6 @@ from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
     IGNORE_INDEX,
-    Captured,
     Head,
     LogitsOf,
     Positions,
@@ -31,20 +30,16 @@ from molaplace.network import (
     find_heads,
     head_by_name,
     peek,
-    state_checksum,
-    stream,
     unwrapped,
 )
-from molaplace.numerics import float64_device
-from molaplace.options import listed
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, as_rule
-from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
+from molaplace.saving.fit_checkpoint import FitCheckpoint
 from molaplace.settings import Settings
 from molaplace.structures import Structure, as_structure
 from molaplace.structures.base import check_size
-from molaplace.structures.distance import distance_sums
 from molaplace.sums import Sums
+from molaplace.training_sums import read_sums, warn_of_empty_classes
 from molaplace.weights import check_weighting
 
 Logits: TypeAlias = "Callable[[Any], Tensor]"
@@ -203,54 +198,26 @@ def fit(
     # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         heads, batches = _heads_and_batches(models, names, train_loader, likelihood, team)
-        heads = [replace(head, ignore_index=ignore_index) for head in heads]
+        heads = [replace(head, ignore_index=ignore_index, positions=positions) for head in heads]
         check_size(structure, [head.width for head in heads], heads[0].outputs)
-        needs_checksums = checkpoint is not None or team.size > 1
-        identity = {
-            "networks": [state_checksum(model) for model in models] if needs_checksums else [],
-            "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
-            "structure": {"name": structure.name, **structure.settings()},
-            "likelihood": {"name": likelihood.name, **likelihood.settings()},
-            "options": [distances, positions, ignore_index],
-        }
-        team.agree(identity, "fit")
-        done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
-        captured_batches = stream(
+        totals = read_sums(
             models,
             heads,
-            checkpoints.resume(batches, done),
+            batches,
+            structure,
+            likelihood,
+            distances=distances,
             where="training loader",
-            likelihood=likelihood,
-            progress=progress,
             total=batch_count(train_loader),
-            positions=positions,
-            ignore_index=ignore_index,
-            first_batch=done.batches,
-            first_input=team.unique(done.inputs),  # each process draws different positions
-            required=team.size == 1,
+            team=team,
+            checkpoints=checkpoints,
+            progress=progress,
         )
-        done.sums = [
-            total.to(float64_device(head.module.weight.device)) for total, head in zip(done.sums, heads, strict=True)
-        ]
-        for batch in captured_batches:
-            if len(batch):
-                done.sums = _with_batch(done.sums, batch, heads, structure, likelihood, distances)
-            done.batches += 1
-            done.inputs += batch.layout.inputs
-            done.used_inputs += batch.used_inputs
-            checkpoints.save(identity, done)
-        checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
-        totals = [sum_over_processes(sums.to("cpu"), team) for sums in done.sums]
-        if totals[0].count == 0:
-            raise DataError("the training loader contains no known labels. At least one label is needed.")
-        if positions == "average" and heads[0].dense_axes:
-            number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
-            totals = [total.scaled(number / total.count, number) for total in totals]
         components = [
             _component(structure, likelihood, *network_parts)
             for network_parts in zip(models, heads, totals, strict=True)
         ]
-    _warn_of_empty_classes(totals[0])
+    warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
@@ -293,74 +260,6 @@ def _component(structure: Structure, likelihood: Likelihood, network: nn.Module,
     # In regression, the noise is estimated from the sums unless it is given.
     fitted = likelihood.fitted(sums)
     return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted), fitted)
-
-
-def _with_batch(
-    totals: list[Sums],
-    batch: Captured,
-    heads: Sequence[Head],
-    structure: Structure,
-    likelihood: Likelihood,
-    distances: bool,
-) -> list[Sums]:
-    # Return the totals after adding a batch. The batch's sums are as large as the totals; here, they are freed on return.
-    batch_sums = _batch_sums(batch, heads, structure, likelihood, distances)
-    return [structure.accumulate(total, added) for total, added in zip(totals, batch_sums, strict=True)]
-
-
-def _batch_sums(
-    batch: Captured, heads: Sequence[Head], structure: Structure, likelihood: Likelihood, distances: bool
-) -> list[Sums]:
-    # Return the sums of each network over the rows in use.
-    totals = [Sums({}) for _ in heads]
-    for rows in batch.chunks():
-        for index, (head, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
-            labels = None if rows.labels is None else rows.labels.to(outputs.device)
-            tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
-            log_likelihood = None
-            if labels is not None:
-                # Some likelihoods can compute the log-likelihood only after the fit, from these sums.
-                label_sums = likelihood.label_sums(outputs, labels)
-                tensors |= label_sums
-                log_likelihood = 0.0 if label_sums else float(likelihood.log_likelihood(outputs, labels).sum())
-            if distances:
-                groups = likelihood.group(outputs, labels)
-                num_groups = likelihood.num_groups(outputs.shape[1])
-                tensors |= distance_sums(phi[:, : head.inputs], groups, num_groups, predicted=labels is None)
-            sums = Sums(tensors, len(phi), log_likelihood)
-            # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries would
-            # otherwise accumulate.
-            totals[index] = sums if len(rows) == len(batch) else totals[index] + sums
-    return totals
-
-
-def sum_over_processes(sums: Sums, team: Team) -> Sums:
-    """Add up the sums from all processes."""
-    if team.size == 1:
-        return sums
-    # A process without data has no sums, so it takes the shapes from the other processes.
-    shapes: dict[str, list[int]] = {}
-    for rank_shapes in team.collect({name: list(tensor.shape) for name, tensor in sums.tensors.items()}):
-        shapes |= rank_shapes
-    parts = [
-        sums.tensors.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
-    ]
-    labelled = all(team.collect(sums.log_likelihood is not None or sums.count == 0))
-    scalars = torch.tensor([float(sums.count), sums.log_likelihood or 0.0], dtype=torch.float64, device="cpu")
-    scalars, *summed = team.sum([scalars, *parts])
-    tensors = dict(zip(shapes, summed, strict=True))
-    return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)
-
-
-def _warn_of_empty_classes(sums: Sums) -> None:
-    # Without labels, the sums count predicted classes, so a class with a zero count may still have training data.
-    counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
-    if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
-        empty = (counts == 0).nonzero().flatten().tolist()
-        warn(
-            f"{len(empty)} of {len(counts)} classes have no training data (class {listed(empty, 10)}), so distances from them are "
-            f"unknown. Check that these are the data on which the networks were trained."
-        )
 
 
 def ensemble(

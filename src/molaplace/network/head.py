@@ -29,7 +29,7 @@ from torch.nn import functional
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 from molaplace.network.calling import Inputs, call, run, unwrapped, without_autocast
-from molaplace.network.dense import IGNORE_INDEX, Layout
+from molaplace.network.dense import IGNORE_INDEX, Layout, Positions
 from molaplace.numerics import to_float64
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -46,6 +46,7 @@ class Head:
         every_position: whether the layer runs at every position before the network selects, averages or interpolates positions.
         dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
         ignore_index: label that marks positions to ignore in dense training and validation data.
+        positions: positions of dense training data that are used; see `mola.fit`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Head:
     every_position: bool = False
     dense_axes: int = 0
     ignore_index: int = IGNORE_INDEX
+    positions: Positions = "all"
 
     @property
     def outputs(self) -> int:

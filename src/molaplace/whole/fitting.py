@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from molaplace.component import per_component
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError, located
-from molaplace.fitting import as_networks, sum_over_processes
+from molaplace.fitting import as_networks
 from molaplace.likelihoods import CATEGORICAL, Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
@@ -36,6 +36,7 @@ from molaplace.rules import Rule, as_rule
 from molaplace.settings import Settings
 from molaplace.structures.base import check_size
 from molaplace.sums import Sums
+from molaplace.training_sums import sum_over_processes
 from molaplace.weights import check_weighting
 from molaplace.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from molaplace.whole.posterior import WholeMoLA, make_component

@@ -1,0 +1,164 @@
+"""One pass over the training data, which gives the sums of each network.
+
+The pass can be interrupted and resumed from a checkpoint, and several processes can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from molaplace.distributed import Team
+from molaplace.errors import DataError, warn
+from molaplace.likelihoods import Likelihood
+from molaplace.network import Captured, Head, state_checksum, stream
+from molaplace.numerics import float64_device
+from molaplace.options import listed
+from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
+from molaplace.structures import Structure
+from molaplace.structures.distance import distance_sums
+from molaplace.sums import Sums
+
+
+def read_sums(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head],
+    batches: Iterator[Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    distances: bool,
+    where: str,
+    total: int | None,
+    team: Team,
+    checkpoints: FitCheckpoint,
+    progress: bool,
+) -> list[Sums]:
+    """Read the batches once and return the sums of each network over the data of all processes, on the CPU.
+
+    Call this function inside `evaluating(*networks)`. Remove the checkpoints when the sums are no longer needed.
+    """
+    needs_checksums = checkpoints.folder is not None or team.size > 1
+    positions = heads[0].positions
+    ignore_index = heads[0].ignore_index
+    identity = {
+        "networks": [state_checksum(network) for network in networks] if needs_checksums else [],
+        "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
+        "structure": {"name": structure.name, **structure.settings()},
+        "likelihood": {"name": likelihood.name, **likelihood.settings()},
+        "options": [distances, positions, ignore_index],
+    }
+    team.agree(identity, "fit")
+    done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
+    captured = stream(
+        networks,
+        heads,
+        checkpoints.resume(batches, done),
+        where=where,
+        likelihood=likelihood,
+        progress=progress,
+        total=total,
+        positions=positions,
+        ignore_index=ignore_index,
+        first_batch=done.batches,
+        first_input=team.unique(done.inputs),  # each process draws different positions
+        required=team.size == 1,
+    )
+    done.sums = [
+        total.to(float64_device(head.module.weight.device)) for total, head in zip(done.sums, heads, strict=True)
+    ]
+    for batch in captured:
+        add_batch(done, batch, heads, structure, likelihood, distances=distances)
+        checkpoints.save(identity, done)
+    checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
+    return finished_sums(done, heads, team, where)
+
+
+def add_batch(
+    done: FitProgress,
+    batch: Captured,
+    heads: Sequence[Head],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    distances: bool,
+) -> None:
+    """Add the sums over a batch to the progress of a pass."""
+    if len(batch):
+        # The batch's sums are as large as the totals; they are freed on return.
+        batch_sums = _batch_sums(batch, heads, structure, likelihood, distances)
+        pairs = zip(done.sums, batch_sums, strict=True)
+        done.sums = [structure.accumulate(total, added) for total, added in pairs]
+    done.batches += 1
+    done.inputs += batch.layout.inputs
+    done.used_inputs += batch.used_inputs
+
+
+def finished_sums(done: FitProgress, heads: Sequence[Head], team: Team, where: str) -> list[Sums]:
+    """Return the sums of each network over the data of all processes, on the CPU."""
+    totals = [sum_over_processes(sums.to("cpu"), team) for sums in done.sums]
+    if totals[0].count == 0:
+        raise DataError(f"the {where} contains no known labels. At least one label is needed.")
+    if heads[0].positions == "average" and heads[0].dense_axes:
+        number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
+        totals = [total.scaled(number / total.count, number) for total in totals]
+    return totals
+
+
+def _batch_sums(
+    batch: Captured, heads: Sequence[Head], structure: Structure, likelihood: Likelihood, distances: bool
+) -> list[Sums]:
+    # Return the sums of each network over the rows in use.
+    totals = [Sums({}) for _ in heads]
+    for rows in batch.chunks():
+        for index, (head, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
+            labels = None if rows.labels is None else rows.labels.to(outputs.device)
+            tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
+            log_likelihood = None
+            if labels is not None:
+                # Some likelihoods can compute the log-likelihood only after the fit, from these sums.
+                label_sums = likelihood.label_sums(outputs, labels)
+                tensors |= label_sums
+                log_likelihood = 0.0 if label_sums else float(likelihood.log_likelihood(outputs, labels).sum())
+            if distances:
+                groups = likelihood.group(outputs, labels)
+                num_groups = likelihood.num_groups(outputs.shape[1])
+                tensors |= distance_sums(phi[:, : head.inputs], groups, num_groups, predicted=labels is None)
+            sums = Sums(tensors, len(phi), log_likelihood)
+            # Sums over a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries would
+            # otherwise accumulate.
+            totals[index] = sums if len(rows) == len(batch) else totals[index] + sums
+    return totals
+
+
+def sum_over_processes(sums: Sums, team: Team) -> Sums:
+    """Add up the sums from all processes."""
+    if team.size == 1:
+        return sums
+    # A process without data has no sums, so it takes the shapes from the other processes.
+    shapes: dict[str, list[int]] = {}
+    for rank_shapes in team.collect({name: list(tensor.shape) for name, tensor in sums.tensors.items()}):
+        shapes |= rank_shapes
+    parts = [
+        sums.tensors.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
+    ]
+    labelled = all(team.collect(sums.log_likelihood is not None or sums.count == 0))
+    scalars = torch.tensor([float(sums.count), sums.log_likelihood or 0.0], dtype=torch.float64, device="cpu")
+    scalars, *summed = team.sum([scalars, *parts])
+    tensors = dict(zip(shapes, summed, strict=True))
+    return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)
+
+
+def warn_of_empty_classes(sums: Sums) -> None:
+    """Warn if some classes have no training data."""
+    # Without labels, the sums count predicted classes, so a class with a zero count may still have training data.
+    counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
+    if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
+        empty = (counts == 0).nonzero().flatten().tolist()
+        warn(
+            f"{len(empty)} of {len(counts)} classes have no training data (class {listed(empty, 10)}), so distances from them are "
+            f"unknown. Check that these are the data on which the networks were trained."
+        )
