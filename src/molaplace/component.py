@@ -39,6 +39,11 @@ class LastLayer:
         curvature = structure.solve(likelihood.sums_at_noise(sums))
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(sums))
 
+    def with_sums(self, sums: Sums, likelihood: Likelihood) -> LastLayer:
+        """Return the approximation computed from other sums, on the CPU."""
+        curvature = self.structure.solve(likelihood.sums_at_noise(sums))
+        return LastLayer(self.structure, sums, self.weights.cpu(), curvature, ClassDistance.from_sums(sums))
+
     def to(self, device: torch.device) -> LastLayer:
         """Return the same approximation on another device."""
         distance = None if self.distance is None else self.distance.to(device)

@@ -51,6 +51,9 @@ from molaplace.weights import check_weighting, evidence_weights, stacking_in_tur
 AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
 """For each result, the axis that indexes the rows; results with axis 1 have one entry for each component along axis 0."""
 
+STALE = "stale: the training data have changed since tuning, so tune again"
+"""Line that marks a posterior whose settings were chosen for other training data."""
+
 WIDE = ("component_variance", "component_noise")
 """Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
 
@@ -80,6 +83,7 @@ class LaplaceMixture(Predictor):
         weights: "uniform", "evidence", or the weights (K,) in float64.
         reference: typical distances of the validation data; by default, estimates from the training data.
         tuning: result of the rule that chose the settings, or None if no rule was used.
+        stale: True if the training data have changed since the settings or the reference were chosen.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class LaplaceMixture(Predictor):
         weights: str | Tensor = "uniform",
         reference: Reference | None = None,
         tuning: Tuning | None = None,
+        stale: bool = False,
     ) -> None:
         super().__init__()
         count = len(components)
@@ -106,6 +111,10 @@ class LaplaceMixture(Predictor):
         """Prior precision, temperature, pooling coefficient, distance exponent and onset."""
         self.link: Link = link
         self.tuning: Tuning | None = tuning
+        self.stale: bool = stale
+        """True if the training data have changed since tuning. The posterior should then be tuned again."""
+        self.validation_reference: Reference | None = reference
+        """Typical distances of the validation data, or None before tuning."""
         self.reference: Reference | None = self._training_reference() if reference is None else reference
         """Typical distances, feature norms and outlier scores, or None if there are no distances."""
         if self.settings.uses_distance and not self.has_distances:
@@ -177,6 +186,7 @@ class LaplaceMixture(Predictor):
             return f"MoLA(a plain ensemble of {networks}, without covariance, weights: {weights})"
         lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
         lines += [] if self.tuning is None else [f"  {self.tuning.summary}"]
+        lines += [f"  {STALE}"] if self.stale else []
         lines.append(f"  structure: {self.structure}")
         if self.likelihood.classification:
             lines.append(f"  link: {self.link.name}")
@@ -351,8 +361,9 @@ class LaplaceMixture(Predictor):
             "settings": self.settings,
             "link": self.link,
             "weights": self.weights if self.weighting == "given" else self.weighting,
-            "reference": self.reference,
+            "reference": self.validation_reference,
             "tuning": self.tuning,
+            "stale": self.stale,
         }
 
     def with_parts(self, **changes: Any) -> Self:
@@ -455,7 +466,9 @@ class LaplaceMixture(Predictor):
         for component in self.components:
             component.require_layer("tuning")
         chosen_rule = as_rule(rule, self.likelihood, val_loader)
-        start = self.with_parts(settings=Settings(self.settings.prior_precision))
+        # Without validation data, a stale reference is replaced by an estimate from the training data.
+        reference = None if self.stale else self.validation_reference
+        start = self.with_parts(settings=Settings(self.settings.prior_precision), reference=reference, stale=False)
         if self.weighting == "evidence" and chosen_rule.fixes_weights:
             start = start.with_weights(start.weights)
         data = None
@@ -465,10 +478,10 @@ class LaplaceMixture(Predictor):
                 needs_labels = True if chosen_rule.needs_labels else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
-                reference = start.reference_on(data)
-                if reference is not None:
-                    notes = data.notes_on_norms(reference, self.distances)
-                    start = start.with_parts(reference=reference)
+                held_out_reference = start.reference_on(data)
+                if held_out_reference is not None:
+                    notes = data.notes_on_norms(held_out_reference, self.distances)
+                    start = start.with_parts(reference=held_out_reference)
             tuning = check_tuning(chosen_rule(start.objective(data)), len(self.components))
             tuning = replace(tuning, notes=(*tuning.notes, *notes))
             if team is not None:

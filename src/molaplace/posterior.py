@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from molaplace import bounds
+from molaplace.distributed import Team
 from molaplace.errors import BoundError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationPredictive, Members, RegressionPredictive
@@ -187,6 +188,67 @@ class MoLA(LaplaceMixture):
             lambda rows: posterior._outlier_terms(rows, posterior.distances_and_norms(rows)).T
         )
         return with_scores(reference, terms)
+
+    # --- new data ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        train_loader: Iterable[Any],
+        *,
+        team: Team | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 100,
+        progress: bool = True,
+    ) -> MoLA:
+        """Return the posterior with more training data, which are read once. The old data are not read again.
+
+        The result is the posterior that a fit to all the data would give, because its sums are additive. The networks do not learn
+        from the new data, and the settings are kept although they were chosen for the old data: `stale` is then True until the next
+        `tune`. If the fit averaged positions (positions="average"), each set of data is averaged on its own.
+
+        Args:
+            train_loader: new training data, in the same form as for `mola.fit`. Data that are already included are counted twice.
+            team: processes that share the pass; each reads its own shard.
+            checkpoint: folder in which intermediate sums are saved, as for `mola.fit`.
+            checkpoint_every: number of batches between checkpoints.
+            progress: whether to show a progress bar when stderr is a terminal.
+        """
+        from molaplace import new_data
+
+        return new_data.added(
+            self,
+            train_loader,
+            team=team,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            progress=progress,
+        )
+
+    def without(self, loader: Iterable[Any], *, team: Team | None = None, progress: bool = True) -> MoLA:
+        """Return the posterior without some of its training data, which are read once; the other data are not read again.
+
+        The networks still remember the removed data, so this is no unlearning. `DataError` is raised if the data cannot have been
+        in the fit, for example because more data of a class would be removed than there are. Not every such mistake can be detected.
+
+        Args:
+            loader: training data to remove, with their labels.
+            team: processes that share the pass; each reads its own shard.
+            progress: whether to show a progress bar when stderr is a terminal.
+        """
+        from molaplace import new_data
+
+        return new_data.removed(self, loader, team=team, progress=progress)
+
+    def __add__(self, other: MoLA) -> MoLA:
+        """Return this posterior with the training data of both: the sums are added, and no data are read.
+
+        Both posteriors must have the same networks and options. The settings, link and weights of this posterior are kept.
+        """
+        if not isinstance(other, MoLA):
+            return NotImplemented
+        from molaplace import new_data
+
+        return new_data.merged(self, other)
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 

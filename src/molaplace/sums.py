@@ -28,6 +28,9 @@ class Sums:
             merged[name] = merged[name] + tensor if name in merged else tensor.to_dense().clone()
         return self._with(merged, other)
 
+    def __sub__(self, other: Sums) -> Sums:
+        return self + other.scaled(-1, -other.count)
+
     def __iadd__(self, other: Sums) -> Sums:
         # Add in place, because allocating another C x C or P x P matrix for each batch would dominate the cost of the fit. The sums of
         # a batch may be sparse, but the total is always dense.
@@ -42,6 +45,10 @@ class Sums:
         known = self.log_likelihood is not None and other.log_likelihood is not None
         log_likelihood = (self.log_likelihood or 0.0) + (other.log_likelihood or 0.0) if known else None
         return Sums(tensors, self.count + other.count, log_likelihood)
+
+    def present(self, *names: str) -> list[Tensor]:
+        """Return those of the named tensors that exist, on the CPU and dense."""
+        return [self.tensors[name].cpu().to_dense() for name in names if name in self.tensors]
 
     def scaled(self, share: float, count: int) -> Sums:
         """Return the sums multiplied by `share`, with `count` as the number of data points."""

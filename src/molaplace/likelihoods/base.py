@@ -214,6 +214,18 @@ class Likelihood(ABC):
         """Return the likelihood with parameters estimated from the sums over all the training data; only the Gaussian has any."""
         return self
 
+    def refitted(self, before: Sums, after: Sums) -> Self:
+        """Return the likelihood after the training data have changed; only the Gaussian's estimated noise follows them."""
+        return self
+
+    def as_specified(self) -> Self:
+        """Return the likelihood without parameters estimated from the training data."""
+        return self
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the label sums that are not negative for any data."""
+        return []
+
     def sums_at_noise(self, sums: Sums) -> Sums:
         """Return the sums with the curvature converted from unit noise to the likelihood's noise level, if it has one."""
         return sums

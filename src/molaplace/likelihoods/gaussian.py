@@ -285,6 +285,27 @@ class Gaussian(RegressionLikelihood):
         noise = variance.sqrt() * self.units(len(variance))[1]
         return replace(self, noise=tuple(noise.tolist()), estimated=True)
 
+    def as_specified(self) -> Gaussian:
+        """Return the likelihood without an estimated noise."""
+        return replace(self, noise=None, estimated=False) if self.estimated else self
+
+    def refitted(self, before: Sums, after: Sums) -> Gaussian:
+        """Return the likelihood with its noise, if it was estimated, changed by the ratio of both estimates.
+
+        A factor by which tuning multiplied the noise is therefore kept.
+        """
+        if not self.estimated:
+            return self
+        specified = self.as_specified()
+        estimate = specified.fitted(after)
+        width = len(before.tensors["separate"])
+        factor = self.noise_levels(width) / specified.fitted(before).noise_levels(width)
+        return replace(estimate, noise=tuple((factor * estimate.noise_levels(width)).tolist()))
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the sums of the squared residuals and of the squared targets."""
+        return [values[[0, 3]] for values in sums.present("targets")]
+
     def noise_levels(self, width: int | None = None) -> Tensor:
         """Return the noise (width,) in the targets' units or, for heteroscedastic networks, the noise factors."""
         if self.noise is None:

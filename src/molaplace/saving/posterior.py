@@ -15,7 +15,7 @@ from molaplace.errors import StorageError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
-from molaplace.network import evaluating, head_by_name, state_checksum
+from molaplace.network import check_positions, evaluating, head_by_name, state_checksum
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
@@ -28,7 +28,15 @@ from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
-HEAD = {"name": str, "every_position": bool, "dense_axes": int, "ignore_index": float, "outputs": int, "width": int}
+HEAD = {
+    "name": str,
+    "every_position": bool,
+    "dense_axes": int,
+    "ignore_index": float,
+    "positions": str,
+    "outputs": int,
+    "width": int,
+}
 SETTINGS = {name: [float] if name == "prior_precision" else float for name in Settings((1.0,)).as_json()}
 TUNING = {
     **dict.fromkeys(("rule", "summary"), str),
@@ -41,6 +49,7 @@ MIXTURE = {
     "settings": SETTINGS,
     "reference": Optional(REFERENCE),
     "tuning": Optional(TUNING),
+    "stale": bool,
 }
 SCHEMA = {
     "structure": {"name": str},
@@ -65,7 +74,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"the weights of head {head.name!r} have changed since the posterior was fitted. Fit again.",
                 place=f"networks[{index}]",
             )
-        saved_head = {name: getattr(head, name) for name in HEAD}
+        saved_head = {name: getattr(head, name) for name in HEAD} | {"positions": str(head.positions)}
         return {"head": saved_head, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
 
     document, tensors = pack_components(posterior, entry_of)
@@ -84,8 +93,9 @@ def pack_components(
         "weighting": posterior.weighting,
         "weights": posterior.weights.tolist(),
         "settings": posterior.settings.as_json(),
-        "reference": None if posterior.reference is None else posterior.reference.as_json(),
+        "reference": None if posterior.validation_reference is None else posterior.validation_reference.as_json(),
         "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
+        "stale": posterior.stale,
     }
     with evaluating(*posterior.networks):
         parts = [
@@ -111,6 +121,8 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
                 saved = parts[index]["head"]
                 options = {name: saved[name] for name in ("every_position", "dense_axes")}
                 options["ignore_index"] = int(saved["ignore_index"])
+                positions = saved["positions"]
+                options["positions"] = check_positions(int(positions) if positions.isdigit() else positions)
                 head = replace(head_by_name(network, saved["name"]), **options)
                 layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood)
                 components.append(Component(network, head, layer, likelihood))
@@ -144,6 +156,7 @@ def unpack_mixture(document: Mapping[str, Any], count: int) -> dict[str, Any]:
         "weights": weights if document["weighting"] == "given" else check_weighting(document["weighting"], count),
         "reference": None if reference is None else Reference.from_json(reference),
         "tuning": None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
+        "stale": document["stale"],
     }
 
 

@@ -69,6 +69,14 @@ class Structure(ABC):
         total += batch
         return total
 
+    def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the sums that are positive semi-definite for any data, as matrices (..., M, M)."""
+        return []
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the sums whose entries are not negative for any data."""
+        return []
+
     @abstractmethod
     def bytes(self, features: int, outputs: int) -> int:
         """Return the peak memory, in bytes, needed to fit one network."""

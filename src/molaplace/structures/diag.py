@@ -2,6 +2,7 @@ r"""Diagonal curvature, :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -50,6 +51,10 @@ class Diag(Structure):
         values = sums.tensors["squares"].cpu() / sums.count
         outputs, features = diagonal.shape
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return all sums."""
+        return sums.present("squares", "coupled", "separate")
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums and one more table of size (C, P)."""

@@ -58,6 +58,26 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
     }
 
 
+def semidefinite(sums: Sums) -> list[Tensor]:
+    """Return the sums that are positive semi-definite for any data, as matrices."""
+    return sums.present(GRAM)
+
+
+def impossible(sums: Sums, tolerance: float) -> str | None:
+    """Return what is impossible about the sums, such as a class with a negative count, or None if nothing is."""
+    if COUNTS not in sums.tensors:
+        return None
+    counts, totals, norms = sums.present(COUNTS, DIRECTIONS, NORMS)
+    negative = (counts < -tolerance).nonzero().flatten().tolist()
+    if negative:
+        return f"class {negative[0]} would have {float(counts[negative[0]]):,.6g} data"
+    # The sum of m unit vectors has a norm of at most m.
+    excess = torch.linalg.vector_norm(totals, dim=1) - counts
+    if bool((excess > tolerance).any()):
+        return f"the features left in class {int(excess.argmax())} would be longer than its data allow"
+    return "the norms of the features would be negative" if bool((norms < -tolerance).any()) else None
+
+
 @dataclass(frozen=True)
 class ClassDistance:
     """Class means and the inverse of the within-class covariance, in float64."""

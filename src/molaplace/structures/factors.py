@@ -7,6 +7,7 @@ covariance that is a Kronecker product, and differ in the output factor.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +140,14 @@ class KroneckerStructure(Structure):
             previous_mean = total.tensors[name] / total.count if total.count else torch.zeros_like(batch_mean)
             averages[name] = summed.count * (beta * previous_mean + (1 - beta) * batch_mean)
         return replace(summed, tensors=summed.tensors | averages)
+
+    def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
+        """Return both factors, without the separate curvature."""
+        return sums.present("gram", "coupling")
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the separate curvature."""
+        return sums.present("separate")
 
     @staticmethod
     def solve_factors(sums: Sums) -> tuple[int, int, int, FeatureFactor, OutputFactor]:

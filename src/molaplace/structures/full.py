@@ -8,6 +8,7 @@ the R output directions with curvature, so its size is R P. In the hidden direct
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -70,6 +71,11 @@ class Full(Structure):
         rotated = torch.einsum("ir,rpm->ipm", basis, vectors.view(-1, width, size))
         feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
         return FullCurvature(outputs, width, values, rotated, hidden_basis, feature_factor)
+
+    def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
+        """Return all sums; the coupled curvature as a matrix (C P, C P)."""
+        coupling = [values.flatten(2).flatten(0, 1) for values in sums.present("coupling")]
+        return [*coupling, *sums.present("separate", "gram")]
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, the Hessian, its eigenvectors and the eigensolver's workspace."""

@@ -37,6 +37,7 @@ q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -82,6 +83,14 @@ class KronDiag(Structure):
         outputs = len(degrees)
         features = len(feature_factor.values)
         return KronDiagCurvature(outputs, features, sums.count, feature_factor, *graph_of_degrees(degrees), separate)
+
+    def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the feature factor."""
+        return sums.present("gram")
+
+    def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
+        """Return the degrees and the separate curvature."""
+        return sums.present("degrees", "separate")
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of the feature factor."""
