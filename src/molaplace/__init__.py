@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from molaplace.decisions import abstain_threshold, alarm_threshold, prediction_intervals, prediction_sets
     from molaplace.evaluation.evaluate import evaluate
+    from molaplace.features import fit_features
     from molaplace.fitting import ensemble, fit
     from molaplace.loading import load
     from molaplace.mixture import Mixture
@@ -47,6 +48,7 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
+    "fit_features",
     "hub",
     "images",
     "likelihoods",
@@ -74,6 +76,7 @@ _NAMES = {
     "ensemble": "fitting",
     "evaluate": "evaluation",
     "fit": "fitting",
+    "fit_features": "features",
     "load": "loading",
     "prediction_intervals": "decisions",
     "prediction_sets": "decisions",

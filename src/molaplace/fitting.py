@@ -214,7 +214,7 @@ def fit(
             progress=progress,
         )
         components = [
-            _component(structure, likelihood, *network_parts)
+            make_component(structure, likelihood, *network_parts)
             for network_parts in zip(models, heads, totals, strict=True)
         ]
     warn_of_empty_classes(totals[0])
@@ -256,8 +256,10 @@ def _heads_and_batches(
     return heads, batches
 
 
-def _component(structure: Structure, likelihood: Likelihood, network: nn.Module, head: Head, sums: Sums) -> Component:
-    # In regression, the noise is estimated from the sums unless it is given.
+def make_component(
+    structure: Structure, likelihood: Likelihood, network: nn.Module, head: Head, sums: Sums
+) -> Component:
+    """Build the component for one network from its sums. In regression, the noise is estimated from them unless it is given."""
     fitted = likelihood.fitted(sums)
     return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted), fitted)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from molaplace.distributed import Team
 from molaplace.errors import BoundError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationPredictive, Members, RegressionPredictive
-from molaplace.network import Captured, Inputs, Layout, Rows, one_batch
+from molaplace.network import Captured, Inputs, Rows, captured_arrays, one_batch
 from molaplace.outliers import (
     COMBINED,
     DISTANCE,
@@ -56,16 +56,18 @@ class MoLA(LaplaceMixture):
         captured.check_logits(self.networks, inputs, self.likelihood)
         return self.make_prediction(captured.copied(), seed)
 
-    def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Return the prediction that `predict` would return, given features and outputs that the networks have already computed.
+    def predict_from_features(self, features: Any, outputs: Any) -> Any:
+        """Return the prediction that `predict` would return, given features and outputs that have already been computed.
+
+        They may be NumPy arrays. `DataError` is raised if the features do not give the outputs through the last layer.
 
         Args:
-            features: inputs (n, P) to each network's last layer, including the constant 1 if the layer has a bias.
-            outputs: outputs (n, C) of each network.
+            features: inputs (n, P) of the last layer, or a list with those of each network.
+            outputs: outputs (n, C) of the last layer, before any softmax, or a list with those of each network.
         """
-        captured = Captured([None] * len(features), features, outputs, Layout.of(outputs[0], -1))
+        heads = [component.head for component in self.components]
         with torch.no_grad():
-            return self.make_prediction(captured.copied())
+            return self.make_prediction(captured_arrays(heads, features, outputs, self.likelihood).copied())
 
     def make_prediction(self, captured: Captured, seed: int | None = None) -> Any:
         """Predict from captured features and outputs.

@@ -1,5 +1,6 @@
 """Call any network on a batch, find its last linear layer, and stream the layer's features and outputs."""
 
+from molaplace.network.arrays import HeadNetwork, as_arrays, as_layer, as_rows, captured_arrays
 from molaplace.network.calling import (
     Batch,
     Inputs,
@@ -26,6 +27,7 @@ from molaplace.network.capture import (
     check_logits,
     find_heads,
     stream,
+    with_labels,
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from molaplace.network.head import Head, find_head, head_by_name
@@ -36,17 +38,22 @@ __all__ = [
     "Batch",
     "Captured",
     "Head",
+    "HeadNetwork",
     "Inputs",
     "Layout",
     "LogitsOf",
     "Positions",
     "Resized",
     "Rows",
+    "as_arrays",
     "as_batch",
+    "as_layer",
+    "as_rows",
     "batch_count",
     "batches",
     "call",
     "capture",
+    "captured_arrays",
     "check_finite",
     "check_loader",
     "check_logits",
@@ -63,5 +70,6 @@ __all__ = [
     "state_checksum",
     "stream",
     "unwrapped",
+    "with_labels",
     "without_autocast",
 ]

@@ -299,7 +299,7 @@ def stream(
                 captured = capture(networks, heads, inputs, likelihood)
                 captured.check_logits(networks, inputs, likelihood)
                 if labels is not None:
-                    captured = _with_labels(captured, labels, likelihood, batch_name, ignore_index)
+                    captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
                 if isinstance(positions, int) and captured.layout.sizes:
                     captured = _with_drawn_positions(captured, positions, first_input)
                 captured.check_finite()
@@ -313,10 +313,10 @@ def stream(
         )
 
 
-def _with_labels(
+def with_labels(
     captured: Captured, labels: Tensor, likelihood: Likelihood, batch_name: str, ignore_index: int
 ) -> Captured:
-    # Return only the labelled rows, with their labels as converted by the likelihood.
+    """Return only the labelled rows, with their labels as converted by the likelihood."""
     in_use = None
     like = captured.outputs[0]
     width = like.shape[-1]

@@ -254,21 +254,25 @@ def find_head(
     return head
 
 
-@torch.no_grad()
 def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     if output.numel() == 0:
         return True
     axis = -1 if isinstance(layer, nn.Linear) else 1
     selected = slice(None) if output.dim() == 2 else slice(1)  # a single input provides enough positions
-    features, outputs = (to_float64(values[selected].movedim(axis, -1)) for values in (features, output))
-    weight = layer.weight.flatten(1)
-    bias = layer.bias
-    expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
-    if not bool(expected.isfinite().all() & outputs.isfinite().all()):
-        return True  # accept for now; the pass over the loader will raise an error that identifies the batch
-    # The tolerance allows for rounding. Overwritten logits, or a layer that does not compute W x + b, cause larger differences.
-    tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
-    return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
+    errors, tolerance = linear_errors(layer, *(values[selected].movedim(axis, -1) for values in (features, output)))
+    # Accept outputs that are not finite for now; the pass over the loader will raise an error that identifies the batch.
+    return not bool(errors.isfinite().all()) or float(errors.max()) <= tolerance
+
+
+@torch.no_grad()
+def linear_errors(layer: Layer, features: Tensor, outputs: Tensor) -> tuple[Tensor, float]:
+    """Return the errors `|W x + b - f|` (..., C) of outputs f, given features x (..., P'), and the largest error due to rounding."""
+    weight = to_float64(layer.weight.flatten(1))
+    bias = None if layer.bias is None else to_float64(layer.bias)
+    expected = functional.linear(to_float64(features), weight, bias)
+    # Overwritten logits, or a layer that does not compute W x + b, cause larger errors.
+    tolerance = 1e-3 if outputs.dtype in (torch.float32, torch.float64) else 5e-2
+    return (expected - to_float64(outputs)).abs(), tolerance * (float(expected.abs().max()) or 1.0)
 
 
 def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
