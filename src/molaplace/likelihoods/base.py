@@ -17,6 +17,7 @@ Independent outputs (Bernoulli, Gaussian) have only the separate part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch import Tensor
 from molaplace.errors import HeadError, OptionError
 from molaplace.likelihoods.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from molaplace.numerics import Generator
+from molaplace.options import check_number
 from molaplace.sums import Sums
 
 Ran = Sequence[tuple[str, torch.Size]]
@@ -175,7 +177,7 @@ class Likelihood(ABC):
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return the Fisher information with respect to outputs (n, C): the expected Hessian of the negative log-likelihood.
 
-        The result does not depend on the values of the labels, but an output without a label has no curvature.
+        The result depends on the labels only through their weights in the loss, and an output without a label has no curvature.
         """
 
     @abstractmethod
@@ -331,6 +333,25 @@ class RegressionLikelihood(Likelihood):
         raise OptionError(
             f"likelihood {self.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
         )
+
+
+def loss_weights(values: Any, argument: str) -> tuple[float, ...]:
+    """Return weights of a loss as a tuple; raise `OptionError` unless they are finite, not negative and not all 0."""
+    try:
+        items = values.tolist() if hasattr(values, "tolist") else values
+        weights = tuple(float(item) for item in (items if isinstance(items, (list, tuple)) else [items]))
+    except (TypeError, ValueError):
+        weights = ()
+    if not weights or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise OptionError(
+            f"must be finite numbers that are not negative and not all 0, got {values!r}.", argument=argument
+        )
+    return weights
+
+
+def check_label_smoothing(value: float) -> float:
+    """Return the label smoothing, or raise `OptionError` unless it is a number from 0 to 1."""
+    return check_number(value, "label_smoothing", 0, 1, "0 leaves labels unchanged.")
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:

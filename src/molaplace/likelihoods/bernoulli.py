@@ -3,19 +3,37 @@ r"""Binary and multi-label classification: yes or no for each of C labels, with 
 Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`. Every direction in output
 space therefore has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
 
+The loss may have weights w of positive labels and label smoothing :math:`\epsilon`, as in `torch.nn.BCEWithLogitsLoss` and Keras. For one
+label,
+
+.. math:: \ell(f, y) = -w \tilde y \log \sigma(f) - (1 - \tilde y) \log \sigma(-f), \qquad
+   \tilde y = (1 - \epsilon)\, y + \epsilon / 2, \qquad
+   \ell''(f) = (w \tilde y + 1 - \tilde y)\, \sigma(f)\, \sigma(-f) .
+
 The sigmoid of a logit z is the second entry of the softmax of (0, z), in which the first logit is fixed at 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
-from molaplace.likelihoods.base import ClassificationLikelihood, Members, OutputCurvature, Ran, matrix_of, mixed
+from molaplace.likelihoods.base import (
+    ClassificationLikelihood,
+    Members,
+    OutputCurvature,
+    Ran,
+    check_label_smoothing,
+    loss_weights,
+    matrix_of,
+    mixed,
+)
 from molaplace.likelihoods.predictive import ClassificationPredictive
 from molaplace.numerics import to_float64
 from molaplace.options import counted
@@ -63,11 +81,31 @@ class BernoulliPredictive(ClassificationPredictive):
 
 @dataclass(frozen=True)
 class Bernoulli(ClassificationLikelihood):
-    """A yes-or-no answer for each of C labels; the probability of yes is the sigmoid of the label's logit."""
+    """A yes-or-no answer for each of C labels; the probability of yes is the sigmoid of the label's logit.
 
+    The options describe the loss with which the networks were trained, as for `Categorical`.
+
+    Args:
+        pos_weight: weight of a positive label in the loss, as one number or one for each label; see `torch.nn.BCEWithLogitsLoss`.
+        label_smoothing: label smoothing of the loss: labels 0 and 1 become `label_smoothing / 2` and `1 - label_smoothing / 2`.
+    """
+
+    pos_weight: float | Sequence[float] | None = None
+    label_smoothing: float = 0.0
     name = "bernoulli"
     default_rule = "calibrated"
     output_noun = ("label", "labels")
+
+    def __post_init__(self) -> None:
+        weights = None if self.pos_weight is None else loss_weights(self.pos_weight, "pos_weight")
+        object.__setattr__(self, "pos_weight", weights)
+        object.__setattr__(self, "label_smoothing", check_label_smoothing(self.label_smoothing))
+
+    def settings(self) -> dict[str, Any]:
+        """Return a JSON-serialisable dictionary of the options that differ from their defaults."""
+        weights: Any = self.pos_weight
+        changed = {} if weights is None else {"pos_weight": list(weights)}
+        return changed | ({"label_smoothing": self.label_smoothing} if self.label_smoothing else {})
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits of shape (n, C), given outputs of shape (n,) or (n, C)."""
@@ -78,6 +116,12 @@ class Bernoulli(ClassificationLikelihood):
             raise HeadError(
                 "all outputs lie between 0 and 1, so the network seems to return probabilities. Pass a network that returns "
                 "logits, without a final sigmoid."
+            )
+        weights: Any = self.pos_weight
+        if weights is not None and len(weights) not in (1, outputs.shape[1]):
+            raise HeadError(
+                f"pos_weight has {len(weights)} values, but the network has {counted(outputs.shape[1], 'output')}. Pass one number, or "
+                f"one for each output."
             )
         return outputs
 
@@ -128,15 +172,28 @@ class Bernoulli(ClassificationLikelihood):
         return torch.sigmoid(logits)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the log-likelihood (n,) of each datum, summed over its known labels."""
-        signed = torch.where(labels > 0.5, outputs, -outputs)
-        return torch.where(labels.isnan(), 0.0, functional.logsigmoid(signed)).sum(1)
+        """Return the log-likelihood (n,) of each datum, summed over its known labels, or the negative loss if it has options."""
+        if self.settings():
+            positive, negative = self._targets(labels.nan_to_num())
+            values = positive * functional.logsigmoid(outputs) + negative * functional.logsigmoid(-outputs)
+        else:
+            values = functional.logsigmoid(torch.where(labels > 0.5, outputs, -outputs))
+        return torch.where(labels.isnan(), 0.0, values).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return `p (1 - p)` for each output, or 0 if its label is missing."""
+        """Return `p (1 - p)` for each output, times the weight of its label in the loss, or 0 if its label is missing."""
         # The product of the two sigmoids stays accurate when the network is almost certain, whereas p (1 - p) does not.
         separate = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        if self.pos_weight is not None:
+            positive, negative = self._targets(torch.sigmoid(outputs) if labels is None else labels)
+            separate = (positive + negative) * separate
         return OutputCurvature(separate if labels is None else torch.where(labels.isnan(), 0.0, separate))
+
+    def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        # Return the weights (n, C) of the two terms of the loss, given labels or expected labels (n, C).
+        smooth = (1 - self.label_smoothing) * labels + self.label_smoothing / 2
+        positive = smooth if self.pos_weight is None else smooth * smooth.new_tensor(self.pos_weight)
+        return positive, 1 - smooth
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
         """Return the predictive distribution with the given probabilities (..., n, C)."""

@@ -1,14 +1,34 @@
-"""Classification with C mutually exclusive classes and a softmax over C logits."""
+r"""Classification with C mutually exclusive classes and a softmax over C logits.
+
+The loss may have class weights w and label smoothing :math:`\epsilon`, as in `torch.nn.CrossEntropyLoss`. It is a cross-entropy with
+unnormalised targets,
+
+.. math:: \ell(f, y) = -\sum_c t_c \log p_c, \qquad t_c = w_c \big((1 - \epsilon)\, [c = y] + \epsilon / C\big), \qquad
+   \nabla_f\, \ell = s p - t, \qquad \nabla_f^2\, \ell = s\, (\mathrm{diag}(p) - p p^\top), \qquad s = \sum_c t_c .
+
+Label smoothing alone leaves the Hessian unchanged, because then s = 1. Without a label, s is replaced by its expectation under p.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, HeadError
-from molaplace.likelihoods.base import ClassificationLikelihood, Members, OutputCurvature, Ran, matrix_of, mixed
+from molaplace.likelihoods.base import (
+    ClassificationLikelihood,
+    Members,
+    OutputCurvature,
+    Ran,
+    check_label_smoothing,
+    loss_weights,
+    matrix_of,
+    mixed,
+)
 from molaplace.likelihoods.predictive import ClassificationPredictive
 from molaplace.numerics import sobol_normals, to_float64
 from molaplace.uncertainty import entropy_limit, num_draws, softmax_and_entropy, unexplained_share
@@ -50,12 +70,33 @@ class CategoricalPredictive(ClassificationPredictive):
 
 @dataclass(frozen=True)
 class Categorical(ClassificationLikelihood):
-    """Classification into C mutually exclusive classes, with a softmax over C logits."""
+    """Classification into C mutually exclusive classes, with a softmax over C logits.
 
+    The options describe the loss with which the networks were trained. They change the curvature and the evidence of the training data,
+    but neither predictions of given logits nor the scores of rules and metrics. The sum of the losses is not divided by the sum of
+    their weights, so weights with a mean of 1 over the training data leave the scale of the curvature unchanged.
+
+    Args:
+        class_weights: weight of each class in the loss, as the argument `weight` of `torch.nn.CrossEntropyLoss`; by default, 1.
+        label_smoothing: label smoothing of the loss, as in `torch.nn.CrossEntropyLoss`.
+    """
+
+    class_weights: Sequence[float] | None = None
+    label_smoothing: float = 0.0
     name = "categorical"
     mutually_exclusive = True
     default_rule = "calibrated"
     output_noun = ("class", "classes")
+
+    def __post_init__(self) -> None:
+        weights = None if self.class_weights is None else loss_weights(self.class_weights, "class_weights")
+        object.__setattr__(self, "class_weights", weights)
+        object.__setattr__(self, "label_smoothing", check_label_smoothing(self.label_smoothing))
+
+    def settings(self) -> dict[str, Any]:
+        """Return a JSON-serialisable dictionary of the options that differ from their defaults."""
+        weights = {} if self.class_weights is None else {"class_weights": list(self.class_weights)}
+        return weights | ({"label_smoothing": self.label_smoothing} if self.label_smoothing else {})
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits (n, C), or raise `HeadError`."""
@@ -68,6 +109,11 @@ class Categorical(ClassificationLikelihood):
         if not ran and _are_probabilities(outputs):
             raise HeadError(
                 "each row of outputs sums to 1, so the network seems to return probabilities. Pass a network that returns logits."
+            )
+        if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
+            raise HeadError(
+                f"class_weights has {len(self.class_weights)} values, but the network has {outputs.shape[1]} classes. Pass one weight "
+                f"for each class."
             )
         return outputs
 
@@ -113,12 +159,27 @@ class Categorical(ClassificationLikelihood):
         return torch.softmax(logits, dim=-1)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the log-probability (n,) of each label."""
-        return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
+        """Return the log-probability (n,) of each label or, with the options of a loss, the negative loss."""
+        log_probs = torch.log_softmax(outputs, dim=-1)
+        of_labels = log_probs.gather(-1, labels[:, None]).squeeze(-1)
+        if not self.settings():
+            return of_labels
+        weights = self._weights(log_probs)
+        share = self.label_smoothing
+        return (1 - share) * weights[labels] * of_labels + share * (weights * log_probs).mean(-1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return `diag(p) - p p'` as the Laplacian of `p p'`."""
-        return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
+        """Return `s (diag(p) - p p')` as the Laplacian of `s p p'`."""
+        probs = torch.softmax(outputs, dim=-1)
+        if self.class_weights is None:
+            return OutputCurvature(coupling=probs)
+        weights = self._weights(probs)
+        of_labels = probs @ weights if labels is None else weights[labels]
+        totals = (1 - self.label_smoothing) * of_labels + self.label_smoothing * weights.mean()
+        return OutputCurvature(coupling=totals.sqrt()[:, None] * probs)
+
+    def _weights(self, like: Tensor) -> Tensor:
+        return like.new_ones(like.shape[-1]) if self.class_weights is None else like.new_tensor(self.class_weights)
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
         """Return the predictive distribution with the given probabilities (..., n, C)."""

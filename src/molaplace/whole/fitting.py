@@ -88,8 +88,8 @@ def fit(
     likelihood = as_likelihood(likelihood)
     if likelihood != CATEGORICAL:
         raise OptionError(
-            f"likelihood {likelihood.name!r}: mola.whole.fit supports classification only. Use mola.fit, which covers the last layer "
-            f"only."
+            f"likelihood {likelihood.name!r}: mola.whole.fit supports only classification with an unweighted loss. Use mola.fit, which "
+            f"covers the last layer only."
         )
     models = as_networks(networks)
     name = _check_structure(structure, subnetwork)
