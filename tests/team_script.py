@@ -100,6 +100,17 @@ def positions(found, team):
         found.note(f"positions {used}", posterior.predict([images[own]], team=team), "probs", "distance", "label")
 
 
+def from_features(shard, team):
+    """A posterior from the features of this process's shard, which may be empty."""
+    network = networks(1)[0]
+    rows = torch.stack([x for x, _ in shard]) if shard else torch.empty(0, 3)
+    labels = torch.tensor([int(y) for _, y in shard], dtype=torch.int64)
+    with torch.no_grad():
+        features = network[:-1](rows)
+        outputs = network(rows)
+    return mola.fit_features(features, outputs, labels, network[-1], team=team)
+
+
 def laws(team):
     """Everything that must not depend on the number of processes; None for one process alone."""
     results = Found()
@@ -114,6 +125,9 @@ def laws(team):
             posterior = mola.fit(networks(2), batches(shard), structure=structure, **shared)
             for index, component in enumerate(posterior.components):
                 results.note(f"{key}/{index}", **component.layer.sums.tensors, count=component.layer.sums.count)
+            added = posterior.add(batches(val), **shared)
+            results.note(f"{key}/added", added, "log_evidence", probs=added(inputs()))
+            results.note(f"{key}/removed", probs=added.without(batches(val), **shared)(inputs()))
             tuned = posterior.tune(batches(val), rule=RULE, **shared)
             curve = tuned.tuning.curve
             results.note(key, posterior, "log_evidence", nll=curve["nll"], ece=curve["ece"])
@@ -122,6 +136,8 @@ def laws(team):
             )
             fields = ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance")
             results.note(f"{key}/predict", tuned.predict(batches(val), team=team), *fields)
+        of_features = from_features(shard, team)
+        results.note(f"{division}/from features", of_features, "log_evidence")
         exposure = mola.rules.Outliers(list(batches(strange[division])), grid=RULE.grid)
         chosen = posterior.tune(batches(val), rule=exposure, **shared)
         results.note(division, outliers=chosen.tuning.curve["objective"])

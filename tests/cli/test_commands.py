@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
+import molaplace as mola
 from molaplace.saving.schema import sealed
 from tests.cli.fitted_folders import run
+from tests.library.problems import blob_loader, trained
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
 
@@ -85,6 +87,16 @@ def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, m
     code, _, said = mola_command("info", damaged)
     assert code == 1
     assert "corrupt" in said
+
+
+def test_info_shows_that_the_training_data_changed_after_tuning(mola_command, tmp_path):
+    members = [trained(0)]
+    posterior = mola.fit(members, blob_loader(1), blob_loader(5))
+    for stale, folder in (
+        (False, posterior.save(tmp_path / "tuned")),
+        (True, posterior.add(blob_loader(2)).save(tmp_path / "new")),
+    ):
+        assert ("Tune again" in " ".join(mola_command("info", folder)[1].split())) == stale
 
 
 def test_a_posterior_without_distances_says_so_and_predicts(workspace, tmp_path, mola_command):

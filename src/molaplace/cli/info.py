@@ -54,7 +54,6 @@ def print_information(console: Console, information: dict[str, Any]) -> None:
 def _posterior_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     first = information["components"][0]
     head = first["head"]
-    options = information.get("job", {}).get("options", {})
     settings = Settings.from_json(information["settings"])
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in information["settings"]["prior_precision"]))
     changed = {name.replace("_", " "): value for name, value in settings.changed().items()}
@@ -65,13 +64,14 @@ def _posterior_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     distances = "distances from the training classes"
     if not information["has_distances"]:
         distances = "no distances (--no-distances)"
-    counts_positions = head["dense_axes"] > 0 and options.get("positions") != "average"
+    counts_positions = head["dense_axes"] > 0 and head["positions"] != "average"
     tuning = information["tuning"]
     summary = "not tuned: the given prior precision is used" if tuning is None else tuning["summary"]
     rule = "given value" if tuning is None else f"rule {tuning['rule']}"
     width = f"{counted(head['width'], 'weight')} for each of {_outputs(first)}"
     return [
         ("tuning", summary),
+        *([("stale", "the training data have changed since tuning. Tune again")] if information["stale"] else []),
         *[("note", note) for note in (tuning or {}).get("notes", [])],
         ("folder", information["folder"]),
         ("networks", str(len(information["components"]))),

@@ -42,7 +42,7 @@ class HeadNetwork(nn.Module):
 def as_rows(values: Any, argument: str) -> Tensor:
     """Return an array of any library as a tensor; arrays in memory that is not writable are copied."""
     if isinstance(values, Tensor):
-        return values.detach()
+        return values
     try:
         array = np.array(values)
         # The bfloat16 of JAX is a type that NumPy and PyTorch do not know.
