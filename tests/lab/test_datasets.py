@@ -366,6 +366,10 @@ def test_patches_fill_the_range_of_the_digits_and_are_not_noise():
     assert torch.equal(patches.amin((1, 2, 3)), torch.zeros(50, dtype=torch.float32))
     assert torch.equal(patches.amax((1, 2, 3)), torch.ones(50, dtype=torch.float32))
     assert torch.equal(patches, natural_patches(50, 8, seed=1))
+    greys = [len((10_000 * patch).round().unique()) for patch in natural_patches(500, 8)]
+    assert (
+        min(greys) > 20
+    )  # patches of almost one grey, whose few steps would be stretched to the whole range, are left out
     # Neighbouring pixels of a photograph are alike, those of noise are not.
     noise = uniform_noise(50, 8, seed=1)
     assert patches.diff(dim=3).abs().mean() < 0.6 * noise.diff(dim=3).abs().mean()
