@@ -32,7 +32,7 @@ import torch
 from decisions import trained
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import ks_2samp
-from suites import MNIST_NETWORKS, Suite, open_suite
+from suites import MNIST_NETWORKS, StoredSuite, open_suite
 
 import molaplace as mola
 from molaplace.calibration import fit_temperature
@@ -193,7 +193,7 @@ def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> C
     return columns | {"labels": labels.numpy()}
 
 
-def from_suite(suite: Suite, group: int) -> tuple[mola.MoLA, Any, dict[str, Columns]]:
+def from_suite(suite: StoredSuite, group: int) -> tuple[mola.MoLA, Any, dict[str, Columns]]:
     """Fit and tune a posterior for one group of five networks, and predict every set."""
     stored = suite.read(slice(COMPONENTS * group, COMPONENTS * (group + 1)))
     train = stored.pop("train")
@@ -214,13 +214,13 @@ SETS = {
 }
 
 
-def open_suite_of(name: str, options: argparse.Namespace, groups: int) -> Suite:
+def open_suite_of(name: str, options: argparse.Namespace, groups: int) -> StoredSuite:
     networks, normalisation = (options.cifar10, "imagenet") if name == "cifar10" else (MNIST_NETWORKS, None)
     data = DataOptions(options.data, normalisation=normalisation)
     return open_suite(name, networks, data, options.cache, COMPONENTS * groups, SETS[name])
 
 
-def tuned(posterior: mola.MoLA, suite: Suite, splits: int, replays: int) -> dict[str, Any]:
+def tuned(posterior: mola.MoLA, suite: StoredSuite, splits: int, replays: int) -> dict[str, Any]:
     """Count false alarms if the posterior was tuned on the validation data: on random splits of validation and test data together."""
     stored = suite.read(slice(COMPONENTS))
     parts = [stored["validation"], stored["test"]]
@@ -571,10 +571,10 @@ def main() -> int:
     if wanted("cost"):
         document["cost"] = cost(options.quick)
     for part in ("delays", "accuracy"):
-        if options.data is not None and wanted(part):
-            document[part] = []
+        if wanted(part):
+            document[part] = [row for row in document.get(part, []) if row["suite"] not in options.suites]
     if options.data is not None and any(map(wanted, ("tuned", "delays", "accuracy"))):
-        for name in ("mnist", "cifar10") if options.cifar10 is not None else ("mnist",):
+        for name in [name for name in ("mnist", "cifar10") if name in options.suites]:
             groups = options.groups if name == "cifar10" else 2
             suite = open_suite_of(name, options, groups)
             types = max(len(source.types) for source in suite.sources.values())
@@ -589,7 +589,7 @@ def main() -> int:
                     chosen = name == "mnist" and group == 0  # the share `MOST_STRANGE` was chosen on these
                     document["accuracy"] += [row | {"chosen": chosen} for row in rows]
                 say(f"{name}, networks {COMPONENTS * group} to {COMPONENTS * group + 4}")
-    if options.clinc150 is not None and wanted("accuracy"):
+    if "clinc150" in options.suites and options.clinc150 is not None and wanted("accuracy"):
         rows = accuracy("clinc150", 0, from_clinc(options.clinc150), 0)
         document["accuracy"] += [row | {"chosen": False} for row in rows]
     if "accuracy" in document:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import molaplace as mola
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.slow
@@ -185,3 +186,14 @@ def test_bayesian_optimisation(run):
     for method in ("random", "Gaussian process", "molaplace", "molaplace, conditioned"):
         first, last, *_ = numbers(printed, method)
         assert 0 <= last <= first
+
+
+def test_watch(run, tmp_path):
+    printed = run("watch.py")
+    raised_at, began = (int(number) for number in re.findall(r"after (\d+)", printed)[1:])
+    assert 400 < raised_at <= 560
+    assert 400 <= began <= raised_at
+    assert "fallen below" in printed
+    assert "not fallen" not in printed
+    assert drawn(tmp_path, "watch.png")
+    assert mola.Watch.load(tmp_path / "example-results" / "watch").alarm
