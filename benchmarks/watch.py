@@ -1,6 +1,6 @@
 """Measure what `mola.watch` promises: false alarms, delays, expected accuracy, time and memory.
 
-    python benchmarks/watch.py --data DIR --cifar10 DIR --clinc150 DIR [--cache DIR] [--only PART ...]
+    python benchmarks/watch.py --data DIR --cifar10 DIR --clinc150 DIR [--cache DIR] [--only PART ...] [--suites SUITE ...]
     python benchmarks/watch.py --quick
 
 - `false_alarms`: share of 1,000 streams of 10,000 exchangeable inputs that ever raise an alarm, with 200 and 2,000 validation data, for
@@ -187,7 +187,7 @@ def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> C
         agreement = same / (len(chosen) * (len(chosen) - 1))
         assert prediction.distance is not None
         values = (prediction.probs, scaled(features), prediction.ood_score, prediction.distance, agreement)
-        parts.append(tuple(value.double().numpy() for value in values))
+        parts.append(tuple(value.detach().double().numpy() for value in values))
     names = ("probs", "scaled", "score", "distance", "agreement")
     columns = {name: np.concatenate(part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
     return columns | {"labels": labels.numpy()}
@@ -551,8 +551,12 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of the activations")
     parser.add_argument("--only", nargs="*", default=[], help="parts to run; by default, all")
     parser.add_argument(
-        "--groups", type=int, default=2, help="number of groups of five networks; the first was used to choose"
+        "--suites",
+        nargs="*",
+        default=["mnist", "cifar10", "clinc150"],
+        help="suites to measure; rows of others are kept",
     )
+    parser.add_argument("--groups", type=int, default=2, help="number of groups of five ResNet-20s")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
