@@ -12,8 +12,9 @@
     share of strange inputs above which no estimate is made.
 - `cost`: processor time of `update` relative to prediction with ResNet-20, and memory over ten million inputs.
 
-The results are the entries of benchmarks/results/watch.json; parts that are not run keep theirs. With --quick, a minute of small versions,
-and no file is written.
+The exit status is 1 if there are more false alarms than chance allows, or if `update` takes more than 1 % of the prediction of 128
+inputs or more. The results are the entries of benchmarks/results/watch.json; parts that are not run keep theirs. With --quick, small
+versions of the parts without data take a minute, and no file is written.
 """
 
 import argparse
@@ -540,6 +541,19 @@ def cost(quick: bool) -> dict[str, Any]:
     return {"times": times, "memory": memory, "seconds_per_input": per_input}
 
 
+def broken(document: dict[str, Any]) -> list[str]:
+    """Return the promises that the measurements contradict: more false alarms than chance allows, or `update` above 1 % of prediction."""
+    promises = []
+    for row in document.get("false_alarms", []):
+        error = math.sqrt(row["alpha"] * (1 - row["alpha"]) / row["replays"])
+        if row["watch"] > row["alpha"] + 4 * error:
+            promises.append(f"{row['watch']:.1%} false alarms at alpha = {row['alpha']:g}")
+    for row in document.get("cost", {}).get("times", []):
+        if row["batch"] >= 128 and row["share"] > 0.01:
+            promises.append(f"update takes {row['share']:.1%} of the prediction of {row['batch']} inputs")
+    return promises
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -603,7 +617,9 @@ def main() -> int:
         print(document)
     else:
         record.write("watch", document)
-    return 0
+    for promise in broken(document):
+        say(f"BROKEN: {promise}")
+    return int(bool(broken(document)))
 
 
 if __name__ == "__main__":
