@@ -64,11 +64,12 @@ def component_bounds(
     `spreads` are those of the logits before scaling, `trained_weights` (C, P) those of each network's last layer, and `settings` those
     at which the members were computed.
     """
+    if any(spread is None for spread in spreads):  # a plain ensemble
+        return torch.ones_like(torch.stack(list(members.outputs)))
     sizes = []
     denominators = []
-    for spread, weights, divisor in zip(spreads, trained_weights, members.divisors, strict=False):
-        if spread is None:
-            break
+    for spread, weights, divisor in zip(spreads, trained_weights, members.divisors, strict=True):
+        assert spread is not None
         smallest = spread.smallest_class_variance()
         norms = torch.linalg.vector_norm(spread.phi, dim=1, keepdim=True)
         # The numerator of the bound is |mu| |phi| / s, and its denominator is sqrt(s^2 + pi/8 lambda_min |phi|^2) / s.
@@ -79,8 +80,6 @@ def component_bounds(
         else:
             sizes.append(weights.norm(dim=1) * (norms / divisor))
             denominators.append((1 + math.pi / 8 * smallest * (norms / divisor).square()).sqrt())
-    if len(sizes) < len(spreads):  # a plain ensemble
-        return torch.ones_like(torch.stack(list(members.outputs)))
     means = pooled(sizes, members.weights, members.pooling)
     largest = torch.stack([mean / denominator for mean, denominator in zip(means, denominators, strict=True)])
     exclusive = members.likelihoods[0].mutually_exclusive
@@ -126,7 +125,7 @@ def far_field_limit(
     (n, P) those of the inputs multiplied by `SCALE`, to test whether the features grow in proportion.
     """
     weights = members.weights
-    growing = []
+    growing_logits = []
     grows = []
     variances = []
     if any(spread is None for spread in spreads):
@@ -143,23 +142,23 @@ def far_field_limit(
             )
         # The constant 1 for the bias is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(spread.phi[:, width:])], 1)
-        growing.append(direction @ trained.T)
+        growing_logits.append(direction @ trained.T)
         variances.append(replace(spread, phi=direction, variances=None).variance())
         grows.append(features.any(1, keepdim=True))
     # If a network's features are all 0 at an input, its logits are the same at every positive multiple of that input.
     means, scaled_spreads = replace(members, pooling=1.0).scaled()
-    constant = [torch.where(grow, 0.0, mean) for grow, mean in zip(grows, means, strict=True)]
+    constant_logits = [torch.where(grow, 0.0, mean) for grow, mean in zip(grows, means, strict=True)]
     limits = []
-    for grow, mean, variance, still, scaled_spread in zip(
+    for grow, mean, variance, constant_mean, scaled_spread in zip(
         grows,
-        pooled(growing, weights, members.pooling),
+        pooled(growing_logits, weights, members.pooling),
         variances,
-        pooled(constant, weights, members.pooling),
+        pooled(constant_logits, weights, members.pooling),
         scaled_spreads,
         strict=True,
     ):
         assert scaled_spread is not None
-        logits = probit_scaled(still, torch.where(grow, 0.0, scaled_spread.variance()))
+        logits = probit_scaled(constant_mean, torch.where(grow, 0.0, scaled_spread.variance()))
         if not settings.uses_distance:
             limit = mean / (math.pi / 8 * variance).clamp_min(TINY).sqrt()
             # If all features are 0, the variance does not grow; pooling with the growing logits of other networks leads to certainty.
