@@ -122,8 +122,8 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     """Return the first batch unchanged, together with an iterator over all batches, including the first."""
     check_loader(loader, where)
     remaining = iter(loader)
-    for first_batch in remaining:
-        return first_batch, chain([first_batch], remaining)
+    for batch in remaining:
+        return batch, chain([batch], remaining)
     raise DataError(
         f"the {where} is empty: it yielded no batches. An iterator can be read only once, so pass the loader itself."
     )

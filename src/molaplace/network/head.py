@@ -229,8 +229,8 @@ def find_head(
         reason = _why_not_linear(returned.layer)
         if reason is not None:
             raise HeadError(f"the network's output is the output of layer {returned.name!r}, which {reason}")
-        features, output = returned.tensors or (outputs, outputs)
-        if not _is_linear(returned.layer, features, output):
+        assert returned.tensors is not None  # `_returned` compares tensors
+        if not _is_linear(returned.layer, *returned.tensors):
             raise HeadError(
                 f"the network's output shares memory with the output of layer {returned.name!r} but does not equal the layer's "
                 f"weight times its input plus its bias. Either the logits are overwritten in place after the layer, or the layer "
