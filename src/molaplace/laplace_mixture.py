@@ -298,9 +298,8 @@ class LaplaceMixture(Predictor):
     def spreads(self, rows: Rows, settings: Settings) -> list[Spread | None]:
         """Return the spread of each network's logits at one setting or at the candidates of a search."""
         if settings.without_covariance and not self.link.needs_covariance:
-            return [None] * len(
-                self.components
-            )  # the covariance vanishes, and computing it would take most of the time
+            # The covariance vanishes, and computing it would take most of the time.
+            return [None] * len(self.components)
         triples = zip(self.components, rows.phi, settings.precisions, strict=True)
         return [component.spread(phi, precision) for component, phi, precision in triples]
 

@@ -20,7 +20,7 @@ class Sums:
     count: int = 0
     """Number of data points N."""
     log_likelihood: float | None = 0.0
-    """Log-likelihood of the labels, or None if there were no labels."""
+    """Log-likelihood of the labels, or None if there were no labels; 0 if it is computed after the fit (`Likelihood.label_sums`)."""
 
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self.tensors)

@@ -33,7 +33,7 @@ from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
 from molaplace.saving.schema import Optional, check
 from molaplace.structures.distance import COUNTS
 
-Moved = TypeVar("Moved", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 RESULT = {
     "classes": [str],
@@ -70,7 +70,7 @@ class PosteriorFolder:
     """A batch of 2 all-zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
     preprocessing: Preprocessing
     document: dict[str, Any]
-    """Contents of `job.toml` as nested tables."""
+    """The job in the posterior's document: the options of the fit and, under `result`, its results."""
     job: Job
     """Options of the fit, with paths relative to the current folder."""
     folder: Path
@@ -172,7 +172,7 @@ def open_posterior(
     )
 
 
-def move(module: Moved, device: str) -> Moved:
+def move(module: Module, device: str) -> Module:
     """Move a network, or a posterior with its networks, to a device, switch it to evaluation mode and return it."""
     try:
         target = torch.device(device)

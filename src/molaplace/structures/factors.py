@@ -99,7 +99,7 @@ class OutputFactor:
         return self.vectors[:, : self.visible] if centred else self.vectors
 
     def divided_by(self, factor: float) -> OutputFactor:
-        """Return the factor divided by a factor."""
+        """Return the output factor divided by a number."""
         return replace(self, values=self.values / factor)
 
 
