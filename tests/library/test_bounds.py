@@ -49,7 +49,8 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
 @pytest.mark.parametrize("value", [0.01, 0.4, 2.5])
 def test_the_bound_holds_at_every_setting(structure, setting, value):
     posterior, inputs = fitted([bias_free(seed) for seed in range(3)], structure=structure)
-    value = min(value, setting.metadata["high"])
+    _, high, _ = setting.metadata["bounds"]
+    value = min(value, high)
     settings = replace(posterior.settings, **{"distance_exponent": 1.5, setting.name: value})
     posterior = posterior.with_parts(settings=settings)
     for scaled in (inputs, 0.1 * inputs, 30 * inputs):
