@@ -136,12 +136,12 @@ def run_evaluate(
         source = fitted.open_dataset(tuned_on, labelled=True, by_user=options.val is not None)
         validation = loader(source, "tuning", 0, labelled=True)
         held_out = posterior.read(validation, f"validation data {source.name}", labelled=True, team=team)
-    exposed = None
+    outlier_loader = None
     if fitted.job.outliers is not None:
-        exposed = loader(fitted.open_dataset(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
-    methods, notes = tune_methods(fitted, held_out, exposed, team)
+        outlier_loader = loader(fitted.open_dataset(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
+    methods, notes = tune_methods(fitted, held_out, outlier_loader, team)
     columns = {
-        name: _read(methods, loader(source, Path(name).name, step, labelled=name == test), team)
+        name: _collect(methods, loader(source, Path(name).name, step, labelled=name == test), team)
         for step, (name, source) in enumerate(sources.items(), 1)
     }
     classes = fitted.output_names
@@ -166,7 +166,8 @@ def run_evaluate(
     )
 
 
-def _read(methods: ComparedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
+def _collect(methods: ComparedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
+    # Predict every batch with every method, and return the scores of the data from all processes.
     columns = {method: PredictionColumns() for method in methods.tuned()}
     for batch in loader:
         methods.add(columns, batch, as_batch(batch, loader.source.name).labels, loader.source.name)

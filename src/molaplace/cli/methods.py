@@ -187,8 +187,10 @@ class ComparedMethods:
 
     def add(self, columns: Mapping[str, PredictionColumns], batch: Any, labels: Tensor | None, where: str) -> None:
         """Add each method's predictions for a batch to its columns."""
-        (whole,) = self.posterior.predict_batches([batch])
-        (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
+        (posterior_prediction,) = self.posterior.predict_batches([batch])
+        (single_prediction,) = (
+            (posterior_prediction,) if self.single is self.posterior else self.single.predict_batches([batch])
+        )
         head = self.posterior.components[0].head
         flatten = partial(
             flatten_positions,
@@ -197,10 +199,10 @@ class ComparedMethods:
             positions=POSITIONS_PER_INPUT,
             first=columns[self.subject].count,
         )
-        single, _, _ = flatten(single, labels)
-        whole, labels, dense_rows = flatten(whole, labels)
-        predictions = {name: method.predict(whole) for name, method in self.plain.items()}
-        for name, prediction in {**predictions, LAPLACE: single, self.subject: whole}.items():
+        single_prediction, _, _ = flatten(single_prediction, labels)
+        posterior_prediction, labels, dense_rows = flatten(posterior_prediction, labels)
+        predictions = {name: method.predict(posterior_prediction) for name, method in self.plain.items()}
+        for name, prediction in {**predictions, LAPLACE: single_prediction, self.subject: posterior_prediction}.items():
             guarantees: dict[str, Any] = {}
             if name == self.subject:
                 guarantees["sets"] = None if self.sets is None else self.sets(prediction)
@@ -212,25 +214,26 @@ class ComparedMethods:
 
     def _scores(self, prediction: Any, *, laplace: bool) -> dict[str, Tensor]:
         if isinstance(prediction, RegressionPrediction):
-            return regression_scores(prediction, own=laplace)
+            return regression_scores(prediction, ood_score=laplace)
         logits = prediction.logit_mean
         weights = self.posterior.weights if len(logits) > 1 else None
-        own_score = prediction.ood_score if laplace else None
-        return outlier_scores(prediction.probs, logits, weights, own_score, prediction.likelihood)
+        ood_score = prediction.ood_score if laplace else None
+        return outlier_scores(prediction.probs, logits, weights, ood_score, prediction.likelihood)
 
 
 def tune_methods(
-    fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team
+    fitted: PosteriorFolder, held_out: HeldOut | None, outlier_loader: Loader | None, team: Team
 ) -> tuple[ComparedMethods, list[str]]:
     """Return the methods, tuned on the validation data with the posterior's rule, and notes for the report.
 
-    `exposed` contains the outliers that the posterior's rule needs, if any.
+    `outlier_loader` contains the outliers that the posterior's rule needs, if any.
     """
     posterior = fitted.posterior
-    single = _tune_single(fitted, held_out, exposed, team)
+    single = _tune_single(fitted, held_out, outlier_loader, team)
     plain, plain_notes = _plain_methods(posterior, held_out, team)
     methods = ComparedMethods(posterior, single, plain, *_guarantees(fitted))
-    tunings = {method: tuned.tuning for method, tuned in {LAPLACE: single, methods.subject: posterior}.items()}
+    posteriors = {LAPLACE: single, methods.subject: posterior}
+    tunings = {method: mixture.tuning for method, mixture in posteriors.items()}
     tuning_notes = [f"{method}: {note}" for method, tuning in tunings.items() if tuning for note in tuning.notes]
     return methods, [*_notes_on_data(posterior, held_out), *tuning_notes, *plain_notes]
 
@@ -261,13 +264,13 @@ def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:
     return notes
 
 
-def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team) -> MoLA:
+def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, outlier_loader: Loader | None, team: Team) -> MoLA:
     # Return the posterior of the first network, tuned with the rule of the whole posterior.
     posterior = fitted.posterior
     if len(posterior.components) == 1:
         return posterior
     single = MoLA(posterior.components[:1], Settings(posterior.prior_precision[:1]), link=posterior.link)
-    rule = fitted.job.make_rule(exposed)
+    rule = fitted.job.make_rule(outlier_loader)
     if rule is None:
         return single
     first = None

@@ -51,7 +51,7 @@ CLASSIFICATION_METRICS: Mapping[str, Metric] = {
 """Metrics of classifiers on labelled data."""
 
 METRICS = tuple(CLASSIFICATION_METRICS)
-"""Names of the metrics on labelled data, defined in `mola.metrics`."""
+"""Names of the metrics of classifiers on labelled data."""
 
 CLASS_METRICS: Mapping[str, Metric] = {
     "auroc": Metric("AUROC %", "high", 2, 100),

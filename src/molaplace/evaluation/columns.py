@@ -147,7 +147,8 @@ class PredictionColumns:
                 scores = {"max probability": _max_probability(prediction), "ood score": prediction.ood_score}
             data = _classification_columns(prediction, labels, sets, where, dense=dense_rows is not None)
             outputs = {}
-        # The columns may contain INPUT, the index of each row's row in `scores`.
+        # Outlier scores have one row for each input or position. If an input or position has several rows in `data`, the column INPUT
+        # refers each to its row of scores in this batch. It is replaced by the index of the input in the data set.
         if dense_rows is None:
             if INPUT in data:
                 data[INPUT] = data[INPUT] + self.count
@@ -292,11 +293,11 @@ def outlier_scores(
     return scores if ood_score is None else {**scores, "ood score": ood_score.double()}
 
 
-def regression_scores(prediction: RegressionPrediction, *, own: bool = True) -> dict[str, Tensor]:
-    """Return the outlier scores (n,) for regression: the predictive variance and, if `own` is true, the prediction's own score."""
+def regression_scores(prediction: RegressionPrediction, *, ood_score: bool = True) -> dict[str, Tensor]:
+    """Return the outlier scores (n,) for regression: the predictive variance and, if `ood_score` is True, the prediction's score."""
     # Outputs may have different units, but a ranking by the mean logarithm does not depend on the units.
     scores = {"variance": prediction.variance.double().log().mean(-1)}
-    return {**scores, "ood score": prediction.ood_score} if own else scores
+    return {**scores, "ood score": prediction.ood_score} if ood_score else scores
 
 
 # --- dense outputs ---------------------------------------------------------------------------------------------------

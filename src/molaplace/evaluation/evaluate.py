@@ -130,27 +130,29 @@ def evaluate(
             f"data); got the predictors {list(predictors)} and the data sets {[*shifted_loaders, *outlier_loaders]}."
         )
     loaders = {**labelled, **outlier_loaders}
-    for data, loader in loaders.items():
-        check_loader(loader, f"{data} loader")
+    for set_name, loader in loaders.items():
+        check_loader(loader, f"{set_name} loader")
     if positions != "all":
         positions = whole_number(positions, "positions")
-    read = partial(_read, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single())
-    rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
+    collect = partial(
+        _collect, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single()
+    )
+    entries: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
     for name, predictor in predictors.items():
         predict = predictor.predict_batch if isinstance(predictor, Predictor) else _predict_with(predictor, likelihood)
         inliers = None
-        for data, loader in loaders.items():
-            with located(f"predictor {name!r} on the {data} loader"):
-                columns = read(predict, loader, f"{data} loader", labelled=data in labelled)
+        for set_name, loader in loaders.items():
+            with located(f"predictor {name!r} on the {set_name} loader"):
+                columns = collect(predict, loader, f"{set_name} loader", labelled=set_name in labelled)
             inliers = columns if inliers is None else inliers
-            measurements = measured(columns) if data in labelled else _separation(inliers, columns)
-            rows[name, data] = {metric: measurement.estimate for metric, measurement in measurements.items()}
-            counts[name, data] = columns.count
-            if data in labelled and "correct" in columns.data:
-                bins[name, data] = metrics.bin_sums(columns.data["confidence"], columns.data["correct"])
-    return Evaluation(rows, counts, bins)
+            measurements = measured(columns) if set_name in labelled else _separation(inliers, columns)
+            entries[name, set_name] = {metric: measurement.estimate for metric, measurement in measurements.items()}
+            counts[name, set_name] = columns.count
+            if set_name in labelled and "correct" in columns.data:
+                bins[name, set_name] = metrics.bin_sums(columns.data["confidence"], columns.data["correct"])
+    return Evaluation(entries, counts, bins)
 
 
 def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[Any]]:
@@ -184,7 +186,7 @@ def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood 
     return predict
 
 
-def _read(
+def _collect(
     predict: Callable[[Any], Any],
     loader: Iterable[Any],
     where: str,
@@ -195,6 +197,7 @@ def _read(
     progress: bool,
     team: Team,
 ) -> PredictionColumns:
+    # Predict every batch of a loader, and return the scores of its data from all processes.
     columns = PredictionColumns()
     empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
     bar = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}

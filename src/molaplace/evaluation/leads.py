@@ -77,9 +77,9 @@ def labelled_leads(methods: Mapping[str, PredictionColumns]) -> dict[str, Lead]:
     """Return the best method on labelled data for each metric with a direction that all methods have."""
     measurements = {method: measured(columns) for method, columns in methods.items()}
     return {
-        name: lead({(method,): metrics_of[name] for method, metrics_of in measurements.items()}, metric.better)
+        name: lead({(method,): by_metric[name] for method, by_metric in measurements.items()}, metric.better)
         for name, metric in CATALOGUE.items()
-        if metric.better is not None and all(name in metrics_of for metrics_of in measurements.values())
+        if metric.better is not None and all(name in by_metric for by_metric in measurements.values())
     }
 
 
@@ -91,9 +91,9 @@ def differences(
     base = measurements.pop(reference)
     compared = [name for name, metric in REGRESSION_METRICS.items() if metric.better]
     gaps: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for method, metrics_of in measurements.items():
-        by_metric = {name: metrics_of[name].minus(base[name]) for name in compared if name in base}
-        gaps[method] = {name: (gap.value, known_error(gap)) for name, gap in by_metric.items()}
+    for method, by_metric in measurements.items():
+        leads = {name: by_metric[name].minus(base[name]) for name in compared if name in base}
+        gaps[method] = {name: (gap.value, known_error(gap)) for name, gap in leads.items()}
     return gaps
 
 
