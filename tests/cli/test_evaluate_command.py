@@ -14,7 +14,7 @@ import molaplace as mola
 from molaplace import metrics
 from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.cli.decisions import alarm, make_decisions
+from molaplace.cli.decisions import make_decisions, outlier_threshold
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.methods import networks_alone, noise_factors
@@ -231,7 +231,7 @@ def test_the_report_shows_guarantees_beside_the_test_data(workspace, fitted, mon
     inputs, labels = workspace.inputs("test")
     prediction = fitted.posterior.predict(inputs)
     right = prediction.label == labels
-    outlying = prediction.ood_score > alarm(fitted, None)
+    outlying = prediction.ood_score > outlier_threshold(fitted, None)
     impossible, possible = found.answers
     assert (impossible.threshold, impossible.realised) == (None, None)
     assert "299" in impossible.why

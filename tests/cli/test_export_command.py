@@ -44,5 +44,5 @@ def test_an_exported_file_decides_alike(workspace, fitted, tmp_path):
     prediction = loaded(workspace.inputs("test")[0])
     decisions = loaded.decide(prediction)
     assert torch.equal(decisions["outlying"], prediction["ood_score"] > thresholds.alarm)
-    assert torch.equal(decisions["answer"], (prediction["confidence"] > thresholds.answer) & ~decisions["outlying"])
+    assert torch.equal(decisions["answer"], (prediction["confidence"] > thresholds.answers) & ~decisions["outlying"])
     assert torch.equal(decisions["set"], thresholds.sets(prediction["probs"]))

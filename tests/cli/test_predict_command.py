@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.cli.decisions import alarm
+from molaplace.cli.decisions import outlier_threshold
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.predict import run_predict, summary_sentence
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
@@ -85,7 +85,7 @@ def test_tables_have_the_columns_of_to_frame(kind, tmp_path, ending):
     else:
         for name, end in zip(("lower", "upper"), prediction.interval(0.9), strict=True):
             assert_close(numbers(columns[f"{name}_{kind.names[1]}"]), end[:, 1])
-    outlying = (prediction.ood_score > alarm(kind.open(), None)).tolist()
+    outlying = (prediction.ood_score > outlier_threshold(kind.open(), None)).tolist()
     truth = {"csv": ["true" if flag else "false" for flag in outlying]}
     assert columns["outlying"] == truth.get(ending, outlying)
 

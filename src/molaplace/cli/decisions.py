@@ -86,7 +86,7 @@ def default_alarm(scores: Tensor) -> tuple[float, float]:
     return alarm_threshold(scores, rate), rate
 
 
-def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
+def outlier_threshold(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
     """Return the OOD score above which inputs are flagged as outliers, or None if there are no validation data."""
     validation = fitted.document["result"].get("validation")
     if validation is None and false_alarm_rate is None:
@@ -104,7 +104,7 @@ class Decisions:
 
     alarm: float | None
     """OOD score above which inputs are flagged as outliers; None if there are no validation data."""
-    answer: AnswerThreshold | None = None
+    answers: AnswerThreshold | None = None
     """Confidence above which inputs are answered unless they are flagged as outliers; None if no error rate is given."""
     sets: PredictionSets | None = None
     """Conformal prediction sets; None if no coverage is given."""
@@ -116,8 +116,8 @@ class Decisions:
         decisions: dict[str, Tensor] = {}
         if self.alarm is not None:
             decisions["outlying"] = prediction.ood_score.double() > self.alarm
-        if self.answer is not None:
-            decisions["answer"] = (prediction.confidence.double() > float(self.answer)) & ~decisions["outlying"]
+        if self.answers is not None:
+            decisions["answer"] = (prediction.confidence.double() > float(self.answers)) & ~decisions["outlying"]
         if self.sets is not None:
             decisions["set"] = self.sets(prediction)
         return decisions
@@ -125,9 +125,9 @@ class Decisions:
     def plain(self) -> dict[str, Any]:
         """Return the guarantees and their thresholds as plain values."""
         values: dict[str, Any] = {}
-        if self.answer is not None:
-            guarantee = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
-            values["answer"] = {"threshold": float(self.answer), **guarantee}
+        if self.answers is not None:
+            guarantee = {name: getattr(self.answers, name) for name in ("error_rate", "certainty")}
+            values["answer"] = {"threshold": float(self.answers), **guarantee}
         for name, decision in (("sets", self.sets), ("intervals", self.intervals)):
             if decision is not None:
                 values[name] = {"coverage": decision.coverage, "threshold": decision.threshold.tolist()}
@@ -188,29 +188,33 @@ def make_decisions(
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:
         raise OptionError("--by-class requires --coverage. Pass both or neither.")
-    limit = alarm(fitted, false_alarm_rate)
-    answer = None
+    limit = outlier_threshold(fitted, false_alarm_rate)
+    answers = None
     sets = None
     intervals = None
     if error_rate is not None:
-        known, score = _saved_calibration(fitted, "--error-rate")
+        calibration, score = _saved_calibration(fitted, "--error-rate")
         with _naming("--error-rate"):
             # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
-            quiet = known.confidence if limit is None else torch.where(score > limit, -math.inf, known.confidence)
-            answer = abstain_threshold(
-                known, None, error_rate, CERTAINTY if certainty is None else certainty, score=quiet
+            quiet = (
+                calibration.confidence
+                if limit is None
+                else torch.where(score > limit, -math.inf, calibration.confidence)
             )
-        if answer < 0:  # minus infinity means that all of these inputs are answered, for which JSON has no number
-            answer = AnswerThreshold(0.0, **vars(answer))
+            answers = abstain_threshold(
+                calibration, None, error_rate, CERTAINTY if certainty is None else certainty, score=quiet
+            )
+        if answers < 0:  # minus infinity means that all of these inputs are answered, for which JSON has no number
+            answers = AnswerThreshold(0.0, **vars(answers))
     if coverage is not None and (by_class or fitted.posterior.likelihood.classification):
-        known, _ = _saved_calibration(fitted, "--by-class" if by_class else "--coverage")
+        calibration, _ = _saved_calibration(fitted, "--by-class" if by_class else "--coverage")
         with _naming("--coverage"):
-            sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
+            sets = prediction_sets(calibration, None, coverage, by="class" if by_class else None)
     elif coverage is not None:
         prediction, targets = _saved_predictions(fitted, "--coverage")
         with _naming("--coverage"):
             intervals = prediction_intervals(prediction, targets, coverage)
-    return Decisions(limit, answer, sets, intervals)
+    return Decisions(limit, answers, sets, intervals)
 
 
 @contextmanager

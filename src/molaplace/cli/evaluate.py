@@ -16,7 +16,7 @@ from torch import Tensor
 from molaplace import __version__
 from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.opening import are_same
-from molaplace.cli.decisions import CERTAINTY, alarm, make_decisions
+from molaplace.cli.decisions import CERTAINTY, make_decisions, outlier_threshold
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
 from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, check_report_folder, option, write_run
@@ -214,7 +214,7 @@ def _decisions(
     classes: Sequence[str],
 ) -> DecisionResult | None:
     # Compare the guarantees derived from the validation data with the rates measured on the test data.
-    limit = alarm(fitted, None)
+    limit = outlier_threshold(fitted, None)
     likelihood = fitted.posterior.likelihood
     if limit is None or (
         likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
@@ -240,7 +240,7 @@ def _decisions(
 
 def _answers_at(fitted: PosteriorFolder, rate: float, data: Columns, outlying: Tensor) -> AnswerResult:
     try:
-        threshold = make_decisions(fitted, error_rate=rate).answer
+        threshold = make_decisions(fitted, error_rate=rate).answers
     except OptionError as error:
         return AnswerResult(rate, CERTAINTY, None, why=error.message)
     assert threshold is not None

@@ -62,7 +62,7 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
         "float16": options.float16,
         "check": options.check,
         "ood_threshold": decisions.alarm,
-        "answer_threshold": None if decisions.answer is None else float(decisions.answer),
+        "answer_threshold": None if decisions.answers is None else float(decisions.answers),
         "set_threshold": None if decisions.sets is None else decisions.sets.least_probability,
     }
     if options.pixels:
