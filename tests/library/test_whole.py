@@ -383,7 +383,7 @@ def test_bad_input_is_explained():
         (OptionError, "requires gradients", loader, {"networks": convolutional().requires_grad_(False)}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
         *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, 10**6)),
-        (OptionError, "classification only", loader, {"likelihood": "gaussian"}),
+        (OptionError, "only classification", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),
         (DataError, r"batch 1 .*networks\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
         (DataError, "unlike the batches before", [*loader, inputs], {}),

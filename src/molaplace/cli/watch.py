@@ -77,7 +77,7 @@ class StrangeInput:
 
 
 def watch(options: WatchCommandOptions) -> None:
-    """Watch new inputs: raise an alarm if they no longer look like the validation data, and estimate the accuracy without labels.
+    """Watch new inputs: raise an alarm if they change, and estimate the accuracy without labels.
 
     Run the command for each delivery of new inputs, with the same --log. It appends a line for each batch, writes a page with the course
     over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
