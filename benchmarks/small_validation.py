@@ -41,7 +41,7 @@ TITLES = {"classes": "two classes, 90 : 10", "mnist": "MNIST", "cifar10": "CIFAR
 """Names of the data on the command line and in tables."""
 
 DRAWS = 5
-"""Validation sets drawn for each group of networks."""
+"""Validation sets drawn for each group of networks by default."""
 
 PROBLEMS, PROBLEM_SIZES = 20, (20, 50, 100, 500)
 """Number of synthetic problems, and their numbers of validation data."""
@@ -116,15 +116,15 @@ def scaled_loss(validation: HeldOut, test: HeldOut) -> float:
     return negative_log_likelihood(probs, test.labels)
 
 
-def compare(data: str, cases: Iterator[Case], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def compare(data: str, cases: Iterator[Case], sizes: tuple[int, ...], draws: int) -> list[dict[str, Any]]:
     """Return, for each size and prior, statistics of the log loss relative to the temperature-scaled ensemble, in per cent."""
     excess: dict[tuple[int, str], list[float]] = {(size, prior): [] for size in sizes for prior in PRIORS}
     pooled: dict[tuple[int, str], list[bool]] = {key: [] for key in excess}
     for index, case in enumerate(cases):
         assert case.test.labels is not None
         orders = [
-            torch.randperm(len(case.validation), generator=torch.Generator().manual_seed(DRAWS * index + draw))
-            for draw in range(DRAWS)
+            torch.randperm(len(case.validation), generator=torch.Generator().manual_seed(draws * index + draw))
+            for draw in range(draws)
         ]
         for size in sizes:
             for order in orders[: len(case.validation) // size]:  # the whole validation set is drawn once
@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--cifar10", type=Path, help="folder of ResNet-20s")
     parser.add_argument("--clinc", type=Path, help="folder of the networks of the CLINC150 suite")
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
+    parser.add_argument("--draws", type=int, default=DRAWS, help="validation sets for each group of networks")
+    parser.add_argument("--groups", type=int, help="number of groups of five networks; by default all")
     parser.add_argument("--only", nargs="*", choices=TITLES, default=list(TITLES), help="data to draw from")
     arguments = parser.parse_args()
     plain = DataOptions(arguments.data)
@@ -171,11 +173,12 @@ def main() -> None:
     for name in arguments.only:
         title = TITLES[name]
         if name == "classes":
-            compared = compare(title, problems(), PROBLEM_SIZES)
+            compared = compare(title, problems(), PROBLEM_SIZES, arguments.draws)
         else:
             networks, options = places[name]
-            suite = open_suite(name, networks, options, arguments.cache, sets=("train", "validation", "test"))
-            compared = compare(title, groups(suite), SUITE_SIZES)
+            count = None if arguments.groups is None else GROUP * arguments.groups
+            suite = open_suite(name, networks, options, arguments.cache, count, ("train", "validation", "test"))
+            compared = compare(title, groups(suite), SUITE_SIZES, arguments.draws)
         rows = [row for row in rows if row["data"] != title] + compared
         rows.sort(key=lambda row: list(TITLES.values()).index(row["data"]))
         record.write("small_validation", {"rows": rows})
