@@ -140,9 +140,8 @@ class ActivationCache:
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for rows_of_network, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
-                    dtype = (
-                        head.module.weight.dtype
-                    )  # keep the network's own precision, because float64 would add no accuracy
+                    # Keep the network's precision, because float64 would add no accuracy.
+                    dtype = head.module.weight.dtype
                     features = phi[:, : head.inputs].to(dtype)
                     logits = outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}

@@ -16,7 +16,7 @@ from molaplace.errors import OptionError
 from molaplace.options import one_of
 from molaplace.progress import Progress, part
 from molaplace_lab.activations import ActivationCache, Network, open_networks
-from molaplace_lab.comparisons import COMPARISONS, NAMED, SWEEP
+from molaplace_lab.comparisons import COMPARISONS, SEPARATE, SWEEP
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
 from molaplace_lab.records import COST, Store
@@ -323,7 +323,7 @@ def _comparisons(text: str) -> list[str]:
     known = (*COMPARISONS, "cost")
     names = [one_of(name, (*known, "all"), "groups") for name in _names(text)]
     if "all" in names:
-        names = [*(name for name in known if name not in NAMED), *(name for name in names if name in NAMED)]
+        names = [*(name for name in known if name not in SEPARATE), *(name for name in names if name in SEPARATE)]
     return list(dict.fromkeys(names))
 
 

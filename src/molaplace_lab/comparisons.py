@@ -18,13 +18,13 @@ LONG = ("beyond", "whole")
 """Comparisons that take hours: "beyond" covers methods that train networks, and "whole" covers Laplace approximations of whole
 networks. Reports add the methods of these comparisons to the tables of the "main" comparison."""
 
-NAMED = (*LONG, "tempered", "many-classes")
+SEPARATE = (*LONG, "tempered", "many-classes")
 """Comparisons that are not part of "all". "tempered" applies Laplace approximations after temperature scaling and is intended for
 underconfident networks. "many-classes" covers the structures and links that are feasible with a thousand classes."""
 
-COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *NAMED)
+COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *SEPARATE)
 """All comparisons, in order: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; mixtures
-of 1 to 10 components; rules for the prior precision; mixture weights; and the comparisons in `NAMED`."""
+of 1 to 10 components; rules for the prior precision; mixture weights; and the comparisons in `SEPARATE`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[Method]:

@@ -273,8 +273,8 @@ def train_mimo(
     saved = None if checkpoint is None else TrainingCheckpoint(checkpoint, identity)
     bar = "MIMO" if progress else ""
     for epoch in remaining_epochs(saved, epochs, network, optimiser_of_network, schedule, progress=bar):
-        place = f"epoch {epoch + 1} of {epochs}"
-        train_epoch(network, loader, optimiser_of_network, loss_of, place, schedule=schedule, seed=seeds[epoch])
+        where = f"epoch {epoch + 1} of {epochs}"
+        train_epoch(network, loader, optimiser_of_network, loss_of, where, schedule=schedule, seed=seeds[epoch])
     network.eval()
     return mimo
 

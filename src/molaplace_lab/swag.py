@@ -216,8 +216,8 @@ def fit_moments(
         progress="SWAG" if progress else "",
     )
     for epoch in epoch_indices:
-        place = f"epoch {epoch + 1} of {epochs}"
-        train_epoch(network, loader, optimiser, swag_loss(network, loss), place, seed=seeds[epoch])
+        where = f"epoch {epoch + 1} of {epochs}"
+        train_epoch(network, loader, optimiser, swag_loss(network, loss), where, seed=seeds[epoch])
         moments.add(weights, rank)
     return moments
 

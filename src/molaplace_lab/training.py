@@ -238,7 +238,7 @@ def train_epoch(
     loader: Loader,
     optimiser: Optimizer,
     loss_of: Callable[[Tensor, Tensor], tuple[Tensor, float]],
-    place: str,
+    where: str,
     *,
     schedule: LRScheduler | None = None,
     seed: int | None = None,
@@ -247,7 +247,7 @@ def train_epoch(
 
     `loss_of` takes a batch of inputs and labels. It returns the loss of the batch, and the mean loss above which training is
     considered to have diverged. The seed, if given, determines shuffling, augmentation and dropout; otherwise, torch's current
-    random state does. Error messages refer to the epoch as `place`.
+    random state does. Error messages refer to the epoch as `where`.
     """
     losses: list[float] = []
     largest = math.inf
@@ -259,7 +259,7 @@ def train_epoch(
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):  # stop before a step that would corrupt the weights
                 if not bool(torch.isfinite(inputs).all()):
-                    raise DataError(f"{place}: expected finite inputs, got NaN or infinite values.")
+                    raise DataError(f"{where}: expected finite inputs, got NaN or infinite values.")
                 break
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -268,7 +268,7 @@ def train_epoch(
     mean = statistics.fmean(losses)
     if not mean <= largest or math.isinf(mean):
         raise DivergedError(
-            f"training diverged in {place} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
+            f"training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
             f"Use a lower learning rate. If this does not help, check that the network is suitable for these data."
         )
 

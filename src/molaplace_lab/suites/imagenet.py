@@ -217,8 +217,8 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
         raise DataError(f"a cross-fit requires at least {FOLDS} images of each class, but one class has only {fewest}.")
     whole = _source(options, "images", "ImageNet validation images", "test", images)
     types, published = _types(options)
-    some = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
-    shifted = images.part(some)
+    indices = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
+    shifted = images.part(indices)
     present = torch.unique(shifted.labels)
     kinds = [types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels]
     shifts = _shifted(options, shifted, types, published, kinds)
@@ -230,8 +230,8 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
             for role, (title, fifths) in PARTS.items()
         }
         # The images are sorted by their index within the class and then by class, so that the types alternate.
-        tested = _indices(ranks[some], PARTS["test"][1], turn)
-        order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
+        tested = _indices(ranks[indices], PARTS["test"][1], turn)
+        order = tested[torch.argsort(ranks[indices][tested], stable=True)].tolist()
         folds.append({**fold, **{source.name: source.part(order) for source in shifts}, **outliers})
     return folds
 
