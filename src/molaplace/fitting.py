@@ -185,7 +185,7 @@ def fit(
                 "data than on new data, so pass held-out data instead."
             )
     if rule is not None or val_loader is not None:
-        as_rule(rule, likelihood, val_loader)
+        as_rule(rule, likelihood, val_loader)  # reports an unsuitable rule before the pass over the data
     if team.size > 1:
         check_sampler(train_loader)
         if not structure.additive:

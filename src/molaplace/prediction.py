@@ -227,7 +227,7 @@ class Prediction(_Fields):
 
     @property
     def epistemic(self) -> Tensor:
-        """Uncertainty (n,) in nats that more data would remove: the mutual information plus the entropy added by distance."""
+        """Uncertainty (n,) in nats that more data would remove: the entropy that distance adds, plus the mutual information without it."""
         # Clamped to [0, entropy], because the fields may differ by a rounding error from the entropy of rounded probabilities.
         total = self.entropy
         aleatoric = self._read("aleatoric")
