@@ -23,8 +23,8 @@ def main() -> None:
         # For example, the disk is full or the folder is not writable.
         if error.filename is None and error.strerror is None:
             raise
-        place = "" if error.filename is None else f" ({error.filename})"
-        sys.stderr.write(f"molaplace: {error.strerror}{place}. Completed files are kept.\n")
+        file = "" if error.filename is None else f" ({error.filename})"
+        sys.stderr.write(f"molaplace: {error.strerror}{file}. Completed files are kept.\n")
         sys.exit(1)
     except KeyboardInterrupt:  # interrupted before a command began
         sys.exit(130)

@@ -62,7 +62,7 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, t
     list(loader)
     assert len(skipped) == 4, "read twice, counted once"
     assert any("4 inputs left out" in line for line in skipped.lines())
-    assert any("and 1 more" in line for line in skipped.lines(shown=3))
+    assert any("and 1 more" in line for line in skipped.lines(most=3))
     with pytest.raises(DataError, match=r"(cannot be decoded|pixels).*with --strict, no input may be left out"):
         list(Loader(loader.source, SkippedInputs(), strict=True))
 

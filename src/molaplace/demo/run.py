@@ -201,8 +201,8 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
 
 def _columns(method: MoLA, inputs: Tensor, labels: Tensor | None) -> PredictionColumns:
     prediction = method.predict(inputs, progress=False)
-    own_score = None if method.structure is None else prediction.ood_score
-    scores = outlier_scores(prediction.probs, prediction.logit_mean, method.weights, own_score)
+    ood_score = None if method.structure is None else prediction.ood_score
+    scores = outlier_scores(prediction.probs, prediction.logit_mean, method.weights, ood_score)
     columns = PredictionColumns()
     columns.add(prediction, labels, scores=scores)
     return columns

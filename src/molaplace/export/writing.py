@@ -162,12 +162,12 @@ def _write(
     write_atomically(path, content)
     nodes = {node.name: node for node in program.graph.nodes}
     signature = program.graph_signature
-    inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
-    outputs = _named([nodes[str(name)] for name in signature.user_outputs], graph.outputs)
+    inputs = _tensors_of([nodes[name] for name in signature.user_inputs], graph.signature.names)
+    outputs = _tensors_of([nodes[str(name)] for name in signature.user_outputs], graph.outputs)
     return Written(path, len(content), inputs, outputs, differences, document)
 
 
-def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
+def _tensors_of(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
     tensors = []
     for node, name in zip(nodes, names, strict=True):
         value = node.meta["val"]

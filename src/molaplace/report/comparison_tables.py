@@ -85,9 +85,9 @@ def test_table(comparison: Comparison) -> Table:
     """Return the classification metrics on the test data."""
     test = comparison.test
     caption = f"{set_words(test)}, with standard errors computed over the inputs. {BOLD.format('')}."
-    metrics = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
-    shown = {name: metric for name, metric in metrics.items() if name not in SUITES_ONLY}
-    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, shown))
+    catalogue = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
+    metrics = {name: metric for name, metric in catalogue.items() if name not in SUITES_ONLY}
+    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, metrics))
 
 
 def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]:

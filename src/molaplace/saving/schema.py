@@ -107,7 +107,7 @@ KINDS: dict[type, tuple[str, Any]] = {
 
 def _require(valid: bool, path: str, expected: str, value: Any) -> None:
     if not valid:
-        given_text = text if len(text := repr(value)) < 60 else type(value).__name__
+        summary = text if len(text := repr(value)) < 60 else type(value).__name__
         raise StorageError(
-            f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {given_text}."
+            f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {summary}."
         )

@@ -39,8 +39,8 @@ class ArrayDataset(Dataset):
         size = self.preprocessing.batch_size
         shape = self.preprocessing.shape
         for start in range(first * size, len(self.values), step * size):
-            some = self.values[start : start + size]
-            values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
+            rows = self.values[start : start + size]
+            values = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=True))
             if self.has_pixels:
                 if values.ndim == 3:
                     values = values[:, None]

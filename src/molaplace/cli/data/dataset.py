@@ -84,14 +84,14 @@ class SkippedInputs:
             )
             raise DataError(f"{where} contains no usable inputs.{first}")
 
-    def lines(self, shown: int = 5) -> list[str]:
+    def lines(self, most: int = 5) -> list[str]:
         """Return lines that list the first few inputs left out of each set and count the rest."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")
-            lines += [f"  {name}: {words}" for name, words in list(entries.items())[:shown]]
-            if len(entries) > shown:
-                lines.append(f"  and {len(entries) - shown} more")
+            lines += [f"  {name}: {words}" for name, words in list(entries.items())[:most]]
+            if len(entries) > most:
+                lines.append(f"  and {len(entries) - most} more")
         return [printable(line) for line in lines]
 
     def together(self, team: Team) -> SkippedInputs:
