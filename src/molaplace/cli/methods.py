@@ -28,7 +28,7 @@ from molaplace.evaluation import PredictionColumns, outlier_scores, regression_s
 from molaplace.evaluation.columns import LEVELS, flatten_positions
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian
 from molaplace.likelihoods.base import mixed
-from molaplace.network import IGNORE_INDEX
+from molaplace.network import IGNORE_INDEX, Batch, as_batch, labels_of_logits
 from molaplace.posterior import MoLA
 from molaplace.prediction import Field, Prediction, RegressionPrediction
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
@@ -192,10 +192,14 @@ class ComparedMethods:
             (posterior_prediction,) if self.single is self.posterior else self.single.predict_batches([batch])
         )
         head = self.posterior.components[0].head
+        ignore_index = IGNORE_INDEX if head is None else head.ignore_index
+        if isinstance(posterior_prediction, Prediction):
+            labelled = Batch(as_batch(batch, where).inputs, labels)
+            labels = labels_of_logits([self.posterior], labelled, posterior_prediction.probs.shape, ignore_index, where)
         flatten = partial(
             flatten_positions,
             where=where,
-            ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
+            ignore_index=ignore_index,
             positions=POSITIONS_PER_INPUT,
             first=columns[self.subject].count,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from molaplace import metrics
@@ -23,7 +23,7 @@ from molaplace.evaluation.columns import PredictionColumns, flatten_positions
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
-from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating
+from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating, labels_of_logits
 from molaplace.numerics import as_tensor
 from molaplace.options import whole_number
 from molaplace.prediction import Prediction
@@ -145,7 +145,7 @@ def evaluate(
         inliers = None
         for set_name, loader in loaders.items():
             with located(f"predictor {name!r} on the {set_name} loader"):
-                columns = collect(predict, loader, f"{set_name} loader", labelled=set_name in labelled)
+                columns = collect(predictor, predict, loader, f"{set_name} loader", labelled=set_name in labelled)
             inliers = columns if inliers is None else inliers
             measurements = measured(columns) if set_name in labelled else _separation(inliers, columns)
             entries[name, set_name] = {metric: measurement.estimate for metric, measurement in measurements.items()}
@@ -187,6 +187,7 @@ def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood 
 
 
 def _collect(
+    predictor: Any,
     predict: Callable[[Any], Any],
     loader: Iterable[Any],
     where: str,
@@ -209,9 +210,12 @@ def _collect(
             )
         with located(batch_name):
             prediction = predict(batch.inputs).cpu()
+        labels = batch.labels if labelled else None
+        if labelled and isinstance(predictor, nn.Module) and isinstance(prediction, Prediction):
+            labels = labels_of_logits([predictor], batch, prediction.probs.shape, ignore_index, batch_name)
         prediction, labels, dense_rows = flatten_positions(
             prediction,
-            batch.labels if labelled else None,
+            labels,
             batch_name,
             ignore_index=ignore_index,
             positions=positions,

@@ -12,7 +12,7 @@ import torch
 from molaplace.errors import DataError, located
 from molaplace.monitoring.accuracy import STRANGE, ConfidenceThreshold
 from molaplace.monitoring.ranks import Array, ScoreCounts
-from molaplace.network import IGNORE_INDEX, as_batch
+from molaplace.network import IGNORE_INDEX, as_batch, labels_of_logits
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
@@ -122,7 +122,10 @@ class Baseline:
             answers = answers_of(prediction)
             with located(place):
                 missing = np.full((len(answers), answers.shape[-1]), np.nan)
-                correct = missing if batch.labels is None else correctness(answers, batch.labels)
+                labels = batch.labels
+                if isinstance(prediction, Prediction):
+                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, IGNORE_INDEX, place)
+                correct = missing if labels is None else correctness(answers, labels)
             positions = np.arange(correct.shape[1])
             if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:
                 pooled = True

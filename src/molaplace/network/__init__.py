@@ -31,6 +31,7 @@ from molaplace.network.capture import (
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from molaplace.network.head import Head, find_head, head_by_name
+from molaplace.network.next_tokens import labels_of_logits
 from molaplace.network.resized import Resized
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "find_head",
     "find_heads",
     "head_by_name",
+    "labels_of_logits",
     "one_batch",
     "peek",
     "run",

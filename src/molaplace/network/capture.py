@@ -16,6 +16,7 @@ from molaplace.likelihoods import Likelihood
 from molaplace.network.calling import Inputs, batches, run, unwrapped
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
+from molaplace.network.next_tokens import labels_of_logits
 from molaplace.numerics import float64_device, to_float64
 
 VALUES_AT_ONCE = 2**21
@@ -285,9 +286,10 @@ def stream(
     with tqdm(
         batches(loader, where, first_batch, required=required and not first_batch), **bar_options, leave=False
     ) as bar:
-        for index, (inputs, batch_labels) in enumerate(bar, first_batch):
+        for index, batch in enumerate(bar, first_batch):
             batch_name = f"batch {index} of the {where}"
-            labels = None if labelled is False else batch_labels
+            inputs = batch.inputs
+            labels = None if labelled is False else batch.labels
             if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
                     f"{batch_name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
@@ -299,6 +301,9 @@ def stream(
                 captured = capture(networks, heads, inputs, likelihood)
                 captured.check_logits(networks, inputs, likelihood)
                 if labels is not None:
+                    shape = captured.layout.shape(captured.outputs[0].shape[-1])
+                    labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
+                    assert labels is not None
                     captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
                 if isinstance(positions, int) and captured.layout.sizes:
                     captured = _with_drawn_positions(captured, positions, first_input)
@@ -306,7 +311,7 @@ def stream(
             any_rows = any_rows or len(captured) > 0
             first_input += captured.layout.inputs
             yield captured
-            del inputs, batch_labels, captured, labels  # free the memory before the next batch is loaded
+            del inputs, batch, captured, labels  # free the memory before the next batch is loaded
     if required and not any_rows:
         raise DataError(
             f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."

@@ -1,0 +1,84 @@
+"""Labels of causal language models.
+
+The logits at position t of a causal language model belong to the token at t + 1. Models of transformers take `labels=input_ids` and shift
+the labels by themselves when they compute the loss. Batches of such models, mappings with the keys "input_ids" and "labels", therefore
+hold at position t the label of the logits at t - 1. All other modules expect the label of the logits at t, as for any dense output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from molaplace.errors import DataError
+from molaplace.network.calling import Batch
+
+SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of transformers' classes that shift their labels; encoders with a decoder do not, whatever their names."""
+
+
+def labels_of_logits(
+    networks: Iterable[nn.Module], batch: Batch, outputs: Sequence[int], ignore_index: int, place: str
+) -> Tensor | None:
+    """Return the label of the logits at each position, given the shape of the logits.
+
+    Labels of a causal language model are shifted by one position if the inputs are a mapping, as the model does, and the last position
+    of each text is ignored. All other labels are returned unchanged.
+
+    Raises:
+        DataError: if labels in a mapping are already shifted, or labels beside a tensor of tokens are not.
+    """
+    labels = batch.labels
+    if labels is None or len(outputs) != 3 or labels.shape != outputs[:2]:
+        return labels
+    if not any(_is_causal(network, outputs[2]) for network in networks):
+        return labels
+    tokens = _tokens(batch)
+    known = labels != ignore_index
+    same = False
+    following = False
+    if tokens is not None and tokens.shape == labels.shape and bool(known.any()):
+        tokens = tokens.to(labels.device)
+        same = bool((labels == tokens)[known].all())
+        following = bool((labels[:, :-1] == tokens[:, 1:])[known[:, :-1]].all())
+    if not isinstance(batch.inputs, Mapping):
+        if same and not following:
+            raise DataError(
+                "the labels of a causal language model equal its input tokens, but the logits at position t belong to the token at t + 1. "
+                'Pass {"input_ids": tokens, "labels": tokens}, which is shifted as transformers does, or (tokens[:, :-1], tokens[:, 1:]).',
+                place=place,
+            )
+        return labels
+    if following and not same and bool(known[:, :-1].any()):
+        raise DataError(
+            "the labels are already shifted: each equals the next input token. Causal language models of transformers shift the labels "
+            f"by themselves, and so does the fit. Pass labels equal to input_ids, with {ignore_index} at positions to ignore.",
+            place=place,
+        )
+    last = torch.full_like(labels[:, :1], ignore_index)
+    return torch.cat([labels[:, 1:], last], dim=1)
+
+
+def _tokens(batch: Batch) -> Tensor | None:
+    inputs = batch.inputs
+    if isinstance(inputs, Mapping):
+        return inputs.get("input_ids")
+    tokens = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    return tokens if isinstance(tokens, Tensor) else None
+
+
+def _is_causal(network: nn.Module, width: int) -> bool:
+    # Whether the outermost transformers model in the network is a causal language model whose vocabulary has this size.
+    module: Any
+    for module in network.modules():
+        classes = [kind.__name__ for kind in type(module).__mro__]
+        if "PreTrainedModel" not in classes:
+            continue
+        if getattr(module.config, "is_encoder_decoder", False) or not any(name.endswith(SHIFTING) for name in classes):
+            return False
+        vocabulary = module.get_output_embeddings()
+        return vocabulary is not None and len(vocabulary.weight) == width
+    return False

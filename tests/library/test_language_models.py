@@ -1,0 +1,131 @@
+"""Causal language models of transformers, which shift their labels by themselves: nothing is fitted to the current token."""
+
+import pytest
+import torch
+from torch import nn
+
+import molaplace as mola
+from molaplace.errors import DataError
+from molaplace.monitoring.baseline import Baseline
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 5
+TOKENS = torch.randint(VOCABULARY, (12, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(TOKENS)
+LABELS = TOKENS.clone()
+LABELS[:, :2] = -100  # a prompt
+LABELS[::3, -2:] = -100  # padding
+
+
+def gpt2(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def llama():
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    ).eval()
+
+
+class Logits(nn.Module):
+    """A network around a language model, as for adapters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def by_convention(start, end):
+    """Batches of four texts as a collator of transformers makes them."""
+    return [
+        {"input_ids": TOKENS[i : i + 4], "attention_mask": MASK[i : i + 4], "labels": LABELS[i : i + 4]}
+        for i in range(start, end, 4)
+    ]
+
+
+def shifted_by_hand(start, end):
+    """The same batches: inputs as a tensor, and at each position the label of the next token."""
+    labels = torch.full_like(LABELS, -100)
+    labels[:, :-1] = LABELS[:, 1:]
+    return [(TOKENS[i : i + 4], labels[i : i + 4]) for i in range(start, end, 4)]
+
+
+def check_equal(posterior, reference):
+    assert posterior.prior_precision == reference.prior_precision
+    assert torch.equal(posterior.weights, reference.weights)
+    for component, expected in zip(posterior.components, reference.components, strict=True):
+        sums = component.layer.sums
+        assert sums.count == expected.layer.sums.count
+        assert sums.log_likelihood == expected.layer.sums.log_likelihood
+        for name, values in expected.layer.sums.tensors.items():
+            assert torch.equal(sums.tensors[name], values), name
+
+
+@pytest.mark.filterwarnings("ignore:the temperature is")  # the networks are untrained
+@pytest.mark.parametrize("build", [gpt2, llama, lambda: Logits(gpt2())])
+def test_labels_by_convention_are_shifted_as_the_model_does(build):
+    network = build()
+    ours = mola.fit(network, by_convention(0, 8), by_convention(8, 12), progress=False)
+    reference = mola.fit(network, shifted_by_hand(0, 8), shifted_by_hand(8, 12), progress=False)
+    check_equal(ours, reference)
+    pairs = ((ours, by_convention), (reference, shifted_by_hand))
+    tables = [repr(mola.evaluate({"": posterior}, loader(8, 12))) for posterior, loader in pairs]
+    assert tables[0] == tables[1]
+    tuned = [posterior.tune(loader(4, 12), progress=False) for posterior, loader in pairs]
+    check_equal(*tuned)
+    accuracies = [Baseline.read(posterior, loader(0, 12)).accuracy for posterior, loader in pairs]
+    assert accuracies[0] == accuracies[1] > 0
+
+
+def test_stacking_weights_are_fitted_to_the_next_token():
+    networks = [gpt2(0), gpt2(1)]
+    posterior = mola.fit(networks, by_convention(0, 8), progress=False)
+    weights = [posterior.reweight(loader(8, 12), progress=False).weights for loader in (by_convention, shifted_by_hand)]
+    assert torch.equal(*weights)
+    plain = mola.ensemble(networks)
+    tables = [mola.evaluate(plain, loader(0, 12)) for loader in (by_convention, shifted_by_hand)]
+    assert repr(tables[0]) == repr(tables[1])
+
+
+def test_the_log_loss_of_a_plain_network_is_the_loss_of_the_model():
+    network = gpt2()
+    batch = {"input_ids": TOKENS, "labels": LABELS}
+    with torch.no_grad():
+        loss = float(network(**batch).loss)
+    (metrics,) = mola.evaluate(mola.ensemble(network), [batch]).entries.values()
+    assert metrics["nll"].value == pytest.approx(loss, rel=1e-5)
+
+
+def test_labels_that_contradict_the_convention_are_refused():
+    network = gpt2()
+    with pytest.raises(DataError, match=r"batch 0 of the training loader.*equal its input tokens.*t \+ 1.*input_ids"):
+        mola.fit(network, [(TOKENS, TOKENS)], progress=False)
+    (inputs, labels), *_ = shifted_by_hand(0, 12)
+    batch = {"input_ids": inputs, "labels": labels}
+    with pytest.raises(
+        DataError, match=r"batch 0 of the training loader.*already shifted.*Pass labels equal to input_ids"
+    ):
+        mola.fit(network, [batch], progress=False)
+    posterior = mola.fit(network, by_convention(0, 8), progress=False)
+    with pytest.raises(DataError, match="already shifted"):
+        mola.evaluate(posterior, [batch])
+
+
+def test_labels_of_other_models_stay_where_they_are():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    for kind in ("BertForMaskedLM", "BertForTokenClassification"):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(vocab_size=VOCABULARY, num_labels=VOCABULARY, **sizes)
+        network = getattr(transformers, kind)(config).eval()
+        ours = mola.fit(network, [{"input_ids": TOKENS, "labels": LABELS}], progress=False)
+        check_equal(ours, mola.fit(network, [(TOKENS, LABELS)], progress=False))
