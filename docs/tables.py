@@ -502,6 +502,19 @@ def _bayesian_optimisation(function: str) -> str:
     return listed(rows, columns)
 
 
+def _late_data(kind: str) -> str:
+    rows = [row for row in record("late_data")["summary"] if row["case"].startswith(kind)]
+    columns = (
+        ("late data", "{case}"),
+        ("head", "{head}"),
+        ("old classes or inputs, %", "{old_accuracy:* 100 .1f}"),
+        ("late, %", "{late_accuracy:* 100 .1f}"),
+        ("all, %", "{all_accuracy:* 100 .1f}"),
+        ("all, log loss", "{all_nll:.2f}"),
+    )
+    return listed(rows, columns, left=2)
+
+
 def _watch(name: str) -> str:
     rows = record("watch")
     if name == "false alarms":
@@ -559,6 +572,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "default-rule": _default_rule,
     "export": _export,
     "labels": _labels,
+    "late-data": _late_data,
     "links": _links,
     "many-classes": _many_classes,
     "ranks": _ranks,
