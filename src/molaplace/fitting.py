@@ -100,13 +100,16 @@ def _not_a_network(value: Any) -> OptionError:
 
 
 def _are_copies(first: nn.Module, second: nn.Module) -> bool:
-    left = list(first.parameters())
-    right = list(second.parameters())
+    # Two modules that share all their parameters, such as two adapters of one backbone, may be different networks. Parameters that they
+    # do not share tell copies apart.
     if first is second:
         return True
-    if not left or [values.shape for values in left] != [values.shape for values in right]:
+    left = list(first.parameters())
+    right = list(second.parameters())
+    if [values.shape for values in left] != [values.shape for values in right]:
         return False
-    return all(torch.equal(values, others.to(values)) for values, others in zip(left, right, strict=True))
+    separate = [(values, others) for values, others in zip(left, right, strict=True) if values is not others]
+    return bool(separate) and all(torch.equal(values, others.to(values)) for values, others in separate)
 
 
 def fit(
