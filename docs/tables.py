@@ -262,6 +262,16 @@ def _ranks(name: str) -> str:
     return listed(rows, columns)
 
 
+def _wrong_units(name: str) -> str:
+    """Return the rates of alarms and the mean AUROC of `ood_score`, with and without the excess norms, for each suite."""
+    rows = record("wrong_units")["rows"]
+    factors = rows[0]["alarms"]
+    columns = [("% of", "{suite}"), ("distance term", "{score}"), ("AUROC, outliers", "{mean_auroc:* 100 .2f}")]
+    columns += [("false alarms", "{false_alarms:* 100 .1f}")]
+    columns += [(f"alarms, inputs x {factor}", f"{{alarms[{factor}]:* 100 .1f}}") for factor in factors]
+    return listed([row | {"mean_auroc": sum(row["auroc"].values()) / len(row["auroc"])} for row in rows], columns, 2)
+
+
 def _small_validation(name: str) -> str:
     """Return the log loss of the default rule relative to the temperature-scaled ensemble, with and without the prior on pooling."""
     cases: dict[tuple[str, int], dict[str, Any]] = {}
@@ -583,5 +593,6 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "two-nodes": _nodes,
     "uci": _uci,
     "watch": _watch,
+    "wrong-units": _wrong_units,
 }
 """Functions that return the tables that do not come from a suite, by the first word of the table's name."""
