@@ -101,11 +101,14 @@ def importing(feature: str, package: str, extra: str) -> Iterator[None]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Put `place` before the place of any `DataError` or `HeadError` raised inside the block."""
+    """Put `place` before the place of any `DataError` or `HeadError` raised inside the block, unless it is there already."""
     try:
         yield
     except (DataError, HeadError) as error:
-        error.place = place if error.place is None else f"{place}, {error.place}"
+        if error.place is None:
+            error.place = place
+        elif not error.place.startswith(place):
+            error.place = f"{place}, {error.place}"
         raise
 
 

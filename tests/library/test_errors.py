@@ -17,6 +17,12 @@ X = torch.randn(8, 3)
 LOADER = [(X, torch.arange(8) % 2)]
 
 
+def test_a_place_is_named_once():
+    with pytest.raises(DataError) as caught, located("batch 3 of the training loader"):
+        raise DataError("labels are missing", place="batch 3 of the training loader, networks[1]")
+    assert str(caught.value) == "batch 3 of the training loader, networks[1]: labels are missing"
+
+
 def test_places_are_composed_from_the_outside_in():
     with pytest.raises(DataError) as caught, located("batch 3 of the training loader"), located("networks[1]"):
         raise DataError("must be finite.", argument="labels")
