@@ -194,5 +194,7 @@ class TestRefused:
         wrong[3, 2] = torch.nan
         with pytest.raises(DataError, match="NaN"):
             mola.fit_features(wrong, layer(wrong).detach(), LABELS, layer)
+        with pytest.raises(DataError, match=r"features are NaN or infinite for 1 of 60 rows \(first: row 3\)"):
+            mola.fit_features(wrong, outputs, LABELS, layer)
         with pytest.raises(DataError, match="labels must lie"):
             mola.fit_features(features, outputs, LABELS + 1, layer)

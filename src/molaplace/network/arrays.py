@@ -148,6 +148,12 @@ def _checked_features(head: Head, features: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _check_head(layer: Layer, features: Tensor, outputs: Tensor, first_row: int) -> None:
+    unusable = ~features.isfinite().all(1)
+    if unusable.any():
+        raise DataError(
+            f"features are NaN or infinite for {int(unusable.sum()):,} of {counted(len(features), 'row')} "
+            f"(first: row {first_row + int(unusable.int().argmax())}). Leave these rows out, or correct them."
+        )
     errors, tolerance = linear_errors(layer, features, outputs)
     worst = int(errors.amax(1).argmax())
     column = int(errors[worst].argmax())
