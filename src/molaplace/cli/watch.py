@@ -82,7 +82,8 @@ def watch(options: WatchCommandOptions) -> None:
     Run the command for each delivery of new inputs, with the same --log. It appends a line for each batch, writes a page with the course
     over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
     inputs are strangest. If nothing changes, the probability that any run ever raises an alarm is at most --alpha. An alarm stays until
-    you begin a new log. Batches that are already in the log are passed over. The exit code is 3 if there is an alarm, and 0 if not.
+    you begin a new log. Pass only new inputs: a repeated delivery is passed over, but not the old part of one that has grown. The exit
+    code is 3 if there is an alarm, and 0 if not.
 
         molaplace watch posterior new-images/ --log watch.jsonl
     """
