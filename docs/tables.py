@@ -265,11 +265,15 @@ def _ranks(name: str) -> str:
 def _wrong_units(name: str) -> str:
     """Return the rates of alarms and the mean AUROC of `ood_score`, with and without the excess norms, for each suite."""
     rows = record("wrong_units")["rows"]
-    factors = rows[0]["alarms"]
-    columns = [("% of", "{suite}"), ("distance term", "{score}"), ("AUROC, outliers", "{mean_auroc:* 100 .2f}")]
+    columns = [("% of", "{suite}"), ("distance term", "{score}"), ("AUROC, outliers", "{mean_auroc:* 100 .3f}")]
     columns += [("false alarms", "{false_alarms:* 100 .1f}")]
-    columns += [(f"alarms, inputs x {factor}", f"{{alarms[{factor}]:* 100 .1f}}") for factor in factors]
-    return listed([row | {"mean_auroc": sum(row["auroc"].values()) / len(row["auroc"])} for row in rows], columns, 2)
+    for index, factor in enumerate(rows[0]["alarms"]):
+        columns.append((f"alarms, inputs x {float(factor):g}", f"{{rates[{index}]:* 100 .1f}}"))
+    extended = []
+    for row in rows:
+        areas = row["auroc"].values()
+        extended.append(row | {"mean_auroc": sum(areas) / len(areas), "rates": list(row["alarms"].values())})
+    return listed(extended, columns, 2)
 
 
 def _small_validation(name: str) -> str:
