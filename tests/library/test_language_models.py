@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.errors import DataError
+from molaplace.errors import DataError, HeadError
 from molaplace.monitoring.baseline import Baseline
 
 transformers = pytest.importorskip("transformers")
@@ -129,3 +129,59 @@ def test_labels_of_other_models_stay_where_they_are():
         network = getattr(transformers, kind)(config).eval()
         ours = mola.fit(network, [{"input_ids": TOKENS, "labels": LABELS}], progress=False)
         check_equal(ours, mola.fit(network, [(TOKENS, LABELS)], progress=False))
+
+
+class Answers(nn.Module):
+    """A language model that chooses among a few tokens at the last position."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def forward(self, input_ids):
+        return self.model(input_ids=input_ids).logits[:, -1, self.tokens]
+
+
+class AnswerHead(nn.Module):
+    """The same network as the message asks for."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.model, layer = model, model.lm_head
+        self.head = nn.Linear(layer.in_features, len(tokens), bias=False)
+        self.head.weight.data = layer.weight.data[tokens]
+
+    def forward(self, input_ids):
+        return self.head(self.model(input_ids=input_ids, output_hidden_states=True).hidden_states[-1][:, -1])
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_a_slice_of_the_vocabulary_is_told_to_become_a_layer(build):
+    network = Answers(build(), [1, 3, 4])
+    batches = [{"input_ids": TOKENS, "labels": torch.arange(12) % 3}]
+    with pytest.raises(
+        HeadError, match=r"3 of the 5 outputs of layer 'model.lm_head'.*head = nn.Linear\(8, 3, bias=False\)"
+    ):
+        mola.fit(network, batches, progress=False)
+    by_message = AnswerHead(network.model, network.tokens).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(by_message(TOKENS), network(TOKENS))
+    assert mola.fit(by_message, batches, progress=False).components[0].head.name == "head"
+
+
+@pytest.mark.filterwarnings("ignore:the logits contradict", "ignore:on these data")  # the network is untrained
+def test_scores_of_choices_are_told_to_become_binary_inputs():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    network = transformers.BertForMultipleChoice(transformers.BertConfig(vocab_size=VOCABULARY, **sizes)).eval()
+    choices = {"input_ids": TOKENS.view(4, 3, 7), "labels": torch.tensor([0, 1, 2, 0])}
+    with pytest.raises(HeadError, match=r"'classifier' scores one choice at a time.*3 choices.*likelihood='bernoulli'"):
+        mola.fit(network, [choices], progress=False)
+    calibrated = mola.calibration.temperature_scaled(network, [choices])
+    assert calibrated.predict(choices).probs.shape == (4, 3)
+    score = transformers.BertForSequenceClassification(
+        network.config.__class__(vocab_size=VOCABULARY, num_labels=1, **sizes)
+    )
+    right = torch.eye(3)[choices["labels"]].view(12, 1)
+    binary = mola.fit(score, [{"input_ids": TOKENS, "labels": right}], likelihood="bernoulli", progress=False)
+    assert binary.predict({"input_ids": TOKENS}).probs.shape == (12, 1)

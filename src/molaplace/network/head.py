@@ -360,6 +360,9 @@ def _why_not_linear(layer: Layer) -> str | None:
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
     kind = type(network).__name__
     shape = tuple(outputs.shape)
+    rearranged = _rearranged(shape, calls)
+    if rearranged is not None:
+        return rearranged
     near = [layer_call for layer_call in calls if layer_call.tensors is not None and layer_call.shape == shape]
     if not near and len(shape) <= 2:
         near = [
@@ -387,6 +390,34 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
         f"convolution or (batch, positions, classes) from a linear layer; got shape {shape} from {kind}."
         f"{last} Pass a network that returns the output of its last layer without reshaping it."
     )
+
+
+def _rearranged(shape: tuple[int, ...], calls: Sequence[_Call]) -> str | None:
+    # What to do if the network returns some of the last layer's outputs, as a choice of tokens, or scores one choice at a time.
+    last = calls[-1] if calls else None
+    if last is None or len(shape) != 2 or not isinstance(last.layer, nn.Linear):
+        return None
+    name = last.name
+    inputs, outputs = shape
+    if len(last.shape) == 3 and last.shape[0] == inputs and last.shape[2] > outputs > 1:
+        has_bias = last.layer.bias is not None
+        no_bias = "" if has_bias else ", bias=False"
+        bias = " and head.bias.data = layer.bias.data[ids]" if has_bias else ""
+        return (
+            f"the network returns {outputs} of the {last.shape[2]:,} outputs of layer {name!r} at one position, but a posterior needs "
+            f"a layer with these {outputs} outputs alone. Make it of the rows of {name!r}: "
+            f"head = nn.Linear({last.layer.in_features}, {outputs}{no_bias}), with head.weight.data = layer.weight.data[ids]{bias}. "
+            f"Then return head(hidden[:, -1]), where hidden is the input of {name!r}: in transformers, "
+            f"model(..., output_hidden_states=True).hidden_states[-1]."
+        )
+    if tuple(last.shape) == (inputs * outputs, 1) and outputs > 1:
+        return (
+            f"layer {name!r} scores one choice at a time, and the network puts the scores of {outputs} choices into one row, so no "
+            f"layer has {outputs} outputs. For a posterior, pass a network that returns the score of one choice, shape (batch, 1), "
+            f"with every choice as an input of its own, labelled 1 if it is right and 0 otherwise, and likelihood='bernoulli'. "
+            f"Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
+        )
+    return None
 
 
 def _hidden_layers(network: nn.Module) -> str:
