@@ -487,6 +487,19 @@ def test_merging_is_associative_and_commutative():
         first.merge(normal_watch(alpha=0.2))
 
 
+def test_a_stream_is_merged_once():
+    first, second, _ = watches()
+    for merge in (lambda: first.merge(first), lambda: first.merge(second).merge(second)):
+        with pytest.raises(OptionError, match="merged only once"):
+            merge()
+
+
+def test_a_bare_network_is_no_predictor():
+    with pytest.raises(OptionError, match=r"posterior must be .*got a Linear.*mola\.ensemble") as caught:
+        mola.watch(nn.Linear(2, 3), [torch.zeros(4, 2)])
+    assert caught.value.argument == "posterior"
+
+
 def test_a_team_collects_watches_as_they_are():
     watch = watches(1)[0]
     assert reading(pickle.loads(pickle.dumps(watch))) == reading(watch)

@@ -188,6 +188,8 @@ class Watch:
         if not all(self.same_origin(other) for other in others):
             raise OptionError("only watches with the same validation data and options can be merged.")
         streams = [stream for watch in (self, *others) for stream in watch.streams]
+        if len({id(stream) for stream in streams}) < len(streams):
+            raise OptionError("a stream can be merged only once. Pass each watch once.")
         return Watch(self.baseline, self.options, tuple(sorted(streams, key=_order)))
 
     def same_origin(self, other: Watch) -> bool:
@@ -327,5 +329,10 @@ def watch(
     Returns:
         A `Watch`. Call `watch.update(prediction)` for each batch, and read `alarm`, `accuracy` and `labelled` at any time.
     """
+    if not isinstance(posterior, Predictor):
+        raise OptionError(
+            f"must be a posterior, an ensemble or a mixture; got a {type(posterior).__name__}. For networks, pass mola.ensemble(networks).",
+            argument="posterior",
+        )
     options = WatchOptions(alpha, tolerance, recent, window, seed)
     return Watch.of(Baseline.read(posterior, val_loader), options, name)
