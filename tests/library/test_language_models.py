@@ -185,3 +185,21 @@ def test_scores_of_choices_are_told_to_become_binary_inputs():
     right = torch.eye(3)[choices["labels"]].view(12, 1)
     binary = mola.fit(score, [{"input_ids": TOKENS, "labels": right}], likelihood="bernoulli", progress=False)
     assert binary.predict({"input_ids": TOKENS}).probs.shape == (12, 1)
+
+
+class OwnHead(nn.Module):
+    """A network whose last layer is not an nn.Linear, after a linear layer at every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 8)
+        self.weight = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, x):
+        return self.body(x).mean(1) @ self.weight
+
+
+def test_a_network_that_computes_its_logits_is_not_taken_for_a_slice():
+    torch.manual_seed(0)
+    with pytest.raises(HeadError, match=r"no nn\.Linear layer with a 2-d output ran"):
+        mola.fit(OwnHead(), [(torch.randn(6, 4, 5), torch.arange(6) % 3)], progress=False)

@@ -360,7 +360,7 @@ def _why_not_linear(layer: Layer) -> str | None:
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
     kind = type(network).__name__
     shape = tuple(outputs.shape)
-    rearranged = _rearranged(shape, calls)
+    rearranged = _rearranged(outputs, calls)
     if rearranged is not None:
         return rearranged
     near = [layer_call for layer_call in calls if layer_call.tensors is not None and layer_call.shape == shape]
@@ -392,13 +392,16 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
     )
 
 
-def _rearranged(shape: tuple[int, ...], calls: Sequence[_Call]) -> str | None:
+def _rearranged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
     # What to do if the network returns some of the last layer's outputs, as a choice of tokens, or scores one choice at a time.
     last = calls[-1] if calls else None
-    if last is None or len(shape) != 2 or not isinstance(last.layer, nn.Linear):
+    if last is None or last.tensors is None or logits.dim() != 2 or not isinstance(last.layer, nn.Linear):
         return None
     name = last.name
-    inputs, outputs = shape
+    inputs, outputs = logits.shape
+    of_first_input = last.tensors[1][: last.shape[0] // inputs]
+    if not bool(torch.isin(to_float64(logits[0]), to_float64(of_first_input)).all()):
+        return None
     if len(last.shape) == 3 and last.shape[0] == inputs and last.shape[2] > outputs > 1:
         has_bias = last.layer.bias is not None
         no_bias = "" if has_bias else ", bias=False"
