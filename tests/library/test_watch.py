@@ -529,6 +529,8 @@ def test_a_loaded_watch_continues_as_if_nothing_had_happened(tmp_path):
 
 
 def test_damaged_watches_are_refused(tmp_path):
+    with pytest.raises(StorageError, match="nowhere contains nothing that molaplace has saved"):
+        mola.Watch.load(tmp_path / "nowhere")
     folder = normal_watch().update(predicted(np.zeros(10))).save(tmp_path / "watch")
     for path in folder.iterdir():
         content = path.read_bytes()

@@ -190,7 +190,7 @@ def read_document(directory: str | Path) -> dict[str, Any]:
         content = read_file(path, MAX_DOCUMENT)
     except StorageError as error:
         raise StorageError(
-            f"{directory} contains no saved posterior: {error} Pass a folder written by posterior.save(...)."
+            f"{directory} contains nothing that molaplace has saved: {error} Pass a folder written by save(...)."
         ) from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
