@@ -71,6 +71,7 @@ def main() -> None:
     draw(methods, train_set, options.output / "two_moons.png")
 
 
+@torch.no_grad()
 def draw(methods, data, path: Path) -> None:
     axis = torch.linspace(-REACH, REACH, 161)
     plane = torch.cartesian_prod(axis, axis).flip(1)
