@@ -71,7 +71,7 @@ def posterior_state() -> dict[str, str]:
     if not Path("posterior", "posterior.json").exists():
         return {}
     loaded = mola.load("posterior", networks())
-    return {"posterior": digest(loaded(batches(9, 40)[0][0]), loaded.log_evidence())}
+    return {"posterior": digest(loaded(batches(9, 40)[0][0]).detach(), loaded.log_evidence())}
 
 
 def save(seed: int) -> None:
