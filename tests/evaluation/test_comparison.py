@@ -24,8 +24,8 @@ def ensemble(count=60, members=3, classes=4, seed=0):
     logits = 3 * torch.randn(members, count, classes, generator=generator)
     weights = torch.softmax(torch.randn(members, generator=generator), 0)
     probs = torch.einsum("k,knc->nc", weights, torch.softmax(logits, -1))
-    own = torch.randn(count, generator=generator)
-    return probs, logits, weights, own, torch.randint(classes, (count,), generator=generator)
+    ood_score = torch.randn(count, generator=generator)
+    return probs, logits, weights, ood_score, torch.randint(classes, (count,), generator=generator)
 
 
 # --- which lead is clear ----------------------------------------------------------------------------------------------------
@@ -34,21 +34,22 @@ def ensemble(count=60, members=3, classes=4, seed=0):
 @pytest.mark.parametrize(("times", "clear"), [(1.9, False), (2.1, True), (-2.1, True)])
 def test_what_decides_is_the_error_of_the_difference(times, clear):
     """Two losses of the same data: a large common part, and a difference of known size."""
-    common, own = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    common, noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     error = 1 / 400**0.5
-    one, other = mean_of(10 * common), mean_of(10 * common + times * error + (own - own.mean()) / own.std())
-    found = lead({("one",): one, ("other",): other}, "low")
-    assert found.best == (("one",) if times > 0 else ("other",))
-    assert found.clear == ((found.best,) if clear else ())
-    assert found.error == pytest.approx(error)
-    assert one.error > 5 * error, "by the errors of the two numbers nothing could be told"
+    first = mean_of(10 * common)
+    second = mean_of(10 * common + times * error + (noise - noise.mean()) / noise.std())
+    leader = lead({("one",): first, ("other",): second}, "low")
+    assert leader.best == (("one",) if times > 0 else ("other",))
+    assert leader.clear == ((leader.best,) if clear else ())
+    assert leader.error == pytest.approx(error)
+    assert first.error > 5 * error, "by the errors of the two numbers nothing could be told"
 
 
 def test_a_method_does_not_compete_with_itself_nor_with_its_copy():
     values = torch.arange(100.0).double()
-    own = {("MoLA", "energy"): mean_of(values), ("MoLA", "entropy"): mean_of(values - 1e-3)}
-    found = lead({**own, ("MAP", "energy"): mean_of(values - 5)}, "high")
-    assert (found.best, found.clear) == (("MoLA", "energy"), tuple(own)), "both scores of MoLA lead MAP"
+    leading = {("MoLA", "energy"): mean_of(values), ("MoLA", "entropy"): mean_of(values - 1e-3)}
+    leader = lead({**leading, ("MAP", "energy"): mean_of(values - 5)}, "high")
+    assert (leader.best, leader.clear) == (("MoLA", "energy"), tuple(leading)), "both scores of MoLA lead MAP"
     copies = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values), ("MAP",): mean_of(values - 1)}, "high")
     assert copies.clear == (("DE",), ("MoLA",)), "the same numbers are marked alike"
     assert (copies.level, copies.rival) == ((("MoLA",),), ("MAP",))
@@ -60,29 +61,29 @@ def test_every_pair_of_methods_is_compared():
     """A lead over the second is not enough if the third is less certain."""
     steady = torch.zeros(100, dtype=torch.float64)
     wild = torch.tensor([-50.0, 49.0] * 50, dtype=torch.float64)
-    found = {("best",): mean_of(steady + 1), ("second",): mean_of(steady), ("third",): mean_of(wild)}
-    for order in itertools.permutations(found):
-        one = lead({name: found[name] for name in order}, "high")
-        assert (one.rival, one.clear) == (("third",), ())
+    estimates = {("best",): mean_of(steady + 1), ("second",): mean_of(steady), ("third",): mean_of(wild)}
+    for order in itertools.permutations(estimates):
+        leader = lead({name: estimates[name] for name in order}, "high")
+        assert (leader.rival, leader.clear) == (("third",), ())
 
 
 # --- results ----------------------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_a_direct_computation():
-    probs, logits, weights, own, _ = ensemble()
-    found = outlier_scores(probs, logits, weights, own)
+    probs, logits, weights, ood_score, _ = ensemble()
+    scores = outlier_scores(probs, logits, weights, ood_score)
     exact, lifted, shares = probs.double(), logits.double(), weights.double()[:, None]
     expected = {
         "max probability": 1 - exact.amax(1),
         "entropy": -(exact * exact.log()).sum(1),
         "energy": -(shares * torch.logsumexp(lifted, -1)).sum(0),
         "maximum logit": -(shares * lifted.amax(-1)).sum(0),
-        "ood score": own.double(),
+        "ood score": ood_score.double(),
     }
-    assert tuple(found) == tuple(expected) == CLASSIFICATION_SCORES
-    for name, one in expected.items():
-        assert_close(found[name], one, "float64", name=name)
+    assert tuple(scores) == tuple(expected) == CLASSIFICATION_SCORES
+    for name, score in expected.items():
+        assert_close(scores[name], score, "float64", name=name)
     assert tuple(outlier_scores(probs)) == CLASSIFICATION_SCORES[:2]
 
 
@@ -96,7 +97,7 @@ def test_results_are_the_metrics_of_all_data_at_once():
         inside.add_probabilities(probs[rows], labels[rows], {name: score[rows] for name, score in scores.items()})
     outside = PredictionColumns()
     outside.add_probabilities(far, None, beyond)
-    found = labelled_result(inside, 30.0, classes=list("abcdef"))
+    result = labelled_result(inside, 30.0, classes=list("abcdef"))
     confidence, predicted = probs.double().max(1)
     legacy = metrics.bin_sums_legacy(confidence, predicted == labels, 100)
     direct = {
@@ -112,17 +113,17 @@ def test_results_are_the_metrics_of_all_data_at_once():
         "confidence": metrics.mean_confidence(probs),
         "aurc": metrics.area_under_risk_coverage(1 - probs.max(1).values, predicted == labels),
     }
-    assert found.metrics == direct
-    assert (found.count, found.level, sum(found.histogram)) == (300, 30.0, 300)
-    assert list(found.classes) == list("abcd"), "a class without data has no result"
-    for label, one in enumerate(found.classes.values()):
+    assert result.metrics == direct
+    assert (result.count, result.level, sum(result.histogram)) == (300, 30.0, 300)
+    assert list(result.classes) == list("abcd"), "a class without data has no result"
+    for label, measures in enumerate(result.classes.values()):
         mine = labels == label
-        assert one["count"] == int(mine.sum())
-        assert_close(one["accuracy"], (predicted[mine] == label).double().mean())
-        assert_close(one["confidence"], confidence[mine].mean())
+        assert measures["count"] == int(mine.sum())
+        assert_close(measures["accuracy"], (predicted[mine] == label).double().mean())
+        assert_close(measures["confidence"], confidence[mine].mean())
     out = outlier_result(inside, outside)
-    for name, one in out.scores.items():
+    for name, measures in out.scores.items():
         wins = (beyond[name][:, None] > scores[name]).double() + (beyond[name][:, None] == scores[name]).double() / 2
-        assert one["auroc"] == pytest.approx(float(wins.mean()), rel=1e-12)
+        assert measures["auroc"] == pytest.approx(float(wins.mean()), rel=1e-12)
         assert out.errors[name]["auroc"] == pytest.approx(area_between(scores[name], beyond[name]).error)
     assert out.confidence == metrics.mean_confidence(far)

@@ -39,9 +39,9 @@ def test_errors_of_auroc_and_of_differences_are_delongs(ties):
         near, far = (2 * near).round(), (2 * far).round()
     expected = delong(near, far)
     first, second = (area_between(*pair) for pair in zip(near, far, strict=True))
-    for index, one in enumerate((first, second)):
-        assert one.value == pytest.approx(metrics.auroc(near[index], far[index]), abs=1e-12)
-        assert one.error == pytest.approx(float(expected[index, index].sqrt()), rel=1e-9)
+    for index, estimate in enumerate((first, second)):
+        assert estimate.value == pytest.approx(metrics.auroc(near[index], far[index]), abs=1e-12)
+        assert estimate.error == pytest.approx(float(expected[index, index].sqrt()), rel=1e-9)
     spread = expected[0, 0] + expected[1, 1] - 2 * expected[0, 1]
     assert first.minus(second).error == pytest.approx(float(spread.sqrt()), rel=1e-9)
     assert first.minus(second).error < math.hypot(first.error, second.error), "methods go up and down together"
@@ -74,21 +74,22 @@ def test_errors_are_those_of_a_bootstrap(name):
         near = torch.rand(600, generator=generator, dtype=torch.float64)
         far = (torch.rand(600, generator=generator, dtype=torch.float64) < 0.7 * near).double()
     measure, value = MEASURES[name]
-    found, values = measure(near, far), []
-    assert found.value == pytest.approx(value(near, far), abs=1e-12)
+    estimate = measure(near, far)
+    values = []
+    assert estimate.value == pytest.approx(value(near, far), abs=1e-12)
     for _ in range(2000):
         rows = torch.randint(len(near), (len(near),), generator=generator)
         others = rows if paired else torch.randint(len(far), (len(far),), generator=generator)
         values.append(value(near[rows], far[others]))
-    assert found.error == pytest.approx(float(torch.tensor(values).std()), rel=0.12)
+    assert estimate.error == pytest.approx(float(torch.tensor(values).std()), rel=0.12)
 
 
 def test_errors_of_groups_are_those_of_many_draws():
     """Rows of one input go up and down together: the error by groups is right, and that of single rows too small."""
     groups = torch.arange(40).repeat_interleave(10)
-    shared, own = draws((1000, 40), (1000, 400), seed=1)
-    values = shared[:, groups] + 0.2 * own
-    by_group, by_row = (sum(mean_of(one, given).error for one in values) / 1000 for given in (groups, None))
+    shared, noise = draws((1000, 40), (1000, 400), seed=1)
+    values = shared[:, groups] + 0.2 * noise
+    by_group, by_row = (sum(mean_of(row, partition).error for row in values) / 1000 for partition in (groups, None))
     assert float(values.mean(1).std()) == pytest.approx(by_group, rel=0.08)
     assert by_row < by_group / 2
 
@@ -108,12 +109,12 @@ def test_the_area_of_labels_counts_inputs():
     truth = (torch.rand(400, generator=torch.Generator().manual_seed(2)) > 0.6).double()
     yes, inputs = torch.sigmoid(truth + noise), torch.arange(400)
     known = area_between(yes[truth == 0], yes[truth == 1])
-    one = mean_area_of_labels(yes, truth, torch.zeros(400), inputs)
-    assert one.value == pytest.approx(known.value)
-    assert one.error == pytest.approx(known.error, rel=0.01)
+    single = mean_area_of_labels(yes, truth, torch.zeros(400), inputs)
+    assert single.value == pytest.approx(known.value)
+    assert single.error == pytest.approx(known.error, rel=0.01)
     labels = torch.arange(2).repeat_interleave(400)
-    two = mean_area_of_labels(yes.repeat(2), truth.repeat(2), labels, inputs.repeat(2))
-    assert (two.value, two.error) == pytest.approx((one.value, one.error))
+    repeated = mean_area_of_labels(yes.repeat(2), truth.repeat(2), labels, inputs.repeat(2))
+    assert (repeated.value, repeated.error) == pytest.approx((single.value, single.error))
     assert mean_area_of_labels(yes, torch.ones(400), torch.zeros(400), inputs) is None
 
 
@@ -126,8 +127,8 @@ def test_the_error_of_the_area_of_labels_is_that_of_leaving_out_one_input():
     inputs = torch.arange(300).expand(2, 300)
 
     def area(left_out=-1):
-        kept = inputs != left_out
-        return mean_area_of_labels(scores[kept], truth[kept], labels[kept], inputs[kept])
+        mask = inputs != left_out
+        return mean_area_of_labels(scores[mask], truth[mask], labels[mask], inputs[mask])
 
     without_one = torch.tensor([area(index).value for index in range(300)])
     jackknife = math.sqrt(299 / 300 * float((without_one - without_one.mean()).square().sum()))

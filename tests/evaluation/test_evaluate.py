@@ -31,7 +31,7 @@ def table(count, seed, shift=0.0, classes=4):
 
 
 def loader(pair, size=64):
-    return list(zip(*(torch.split(one, size) for one in pair), strict=True))
+    return list(zip(*(torch.split(tensor, size) for tensor in pair), strict=True))
 
 
 def network(outputs=4, seed=0):
@@ -44,11 +44,11 @@ def network(outputs=4, seed=0):
 def posterior():
     train = table(400, 0)
     networks = [network(seed=seed) for seed in range(2)]
-    for one in networks:
-        optimiser = torch.optim.Adam(one.parameters(), 1e-2)
+    for component in networks:
+        optimiser = torch.optim.Adam(component.parameters(), 1e-2)
         for _ in range(150):
             optimiser.zero_grad()
-            nn.functional.cross_entropy(one(train[0]), train[1]).backward()
+            nn.functional.cross_entropy(component(train[0]), train[1]).backward()
             optimiser.step()
     return mola.fit(networks, loader(train), loader(table(200, 1)), rule="nll", progress=False)
 
@@ -58,18 +58,21 @@ def evaluated(posterior):
     data = {"test": table(500, 2), "blur": table(300, 3, 0.5), "far": table(400, 4, 2.0)}
     predictors = {"MoLA": posterior, "DE": mola.ensemble(posterior.networks)}
     loaders = {name: loader(pair) for name, pair in data.items()}
-    found = mola.evaluate(predictors, loaders["test"], ood={"far": loaders["far"]}, shifted={"blur": loaders["blur"]})
-    return data, predictors, found
+    evaluation = mola.evaluate(
+        predictors, loaders["test"], ood={"far": loaders["far"]}, shifted={"blur": loaders["blur"]}
+    )
+    return data, predictors, evaluation
 
 
 @pytest.mark.parametrize("data", ["test", "blur"])
 def test_scores_of_classes_against_other_libraries(evaluated, data):
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    pairs, predictors, found = evaluated
+    pairs, predictors, evaluation = evaluated
     inputs, labels = pairs[data]
     for name, predictor in predictors.items():
-        probs, row = predictor(inputs).detach(), found[name, data]
+        probs = predictor(inputs).detach()
+        row = evaluation[name, data]
         correct = probs.argmax(1) == labels
         ece = multiclass_calibration_error(probs, labels, num_classes=4, n_bins=15, norm="l1")
         expected = {
@@ -80,15 +83,16 @@ def test_scores_of_classes_against_other_libraries(evaluated, data):
             "aurc": metrics.area_under_risk_coverage(1 - probs.amax(1).double(), correct),
             "confidence": float(probs.amax(1).mean()),
         }
-        assert {key: one.value for key, one in row.items()} == pytest.approx(expected, abs=1e-5)
+        assert {key: estimate.value for key, estimate in row.items()} == pytest.approx(expected, abs=1e-5)
         assert row["accuracy"].error == pytest.approx(correct.numpy().std(ddof=1) / math.sqrt(len(labels)))
 
 
 def test_outliers_against_scikit_learn(evaluated):
-    pairs, predictors, found = evaluated
+    pairs, predictors, evaluation = evaluated
     for name, predictor in predictors.items():
         inside, outside = (predictor.predict(pairs[data][0]) for data in ("test", "far"))
-        truth, row = [0] * len(inside) + [1] * len(outside), found[name, "far"]
+        truth = [0] * len(inside) + [1] * len(outside)
+        row = evaluation[name, "far"]
         for metric, scores in (
             ("max_probability", [1 - inside.confidence, 1 - outside.confidence]),
             ("ood_score", [inside.ood_score, outside.ood_score]),
@@ -103,7 +107,7 @@ def resampled(function, *columns):
     """Bootstrap standard error: inputs are drawn with replacement."""
     draw, count = np.random.default_rng(0), len(columns[0])
     rows = [torch.from_numpy(draw.integers(0, count, count)) for _ in range(400)]
-    return np.std([function(*(one[index] for one in columns)) for index in rows], ddof=1)
+    return np.std([function(*(column[index] for column in columns)) for index in rows], ddof=1)
 
 
 def test_multi_label_data_count_known_labels_and_cluster_inputs():
@@ -111,14 +115,14 @@ def test_multi_label_data_count_known_labels_and_cluster_inputs():
     labels = (inputs[:, :3] > 0).float()
     labels[::7, 1], labels[3] = math.nan, -100
     ensemble = mola.ensemble([network(3), network(3, 1)], likelihood="bernoulli")
-    found = mola.evaluate(ensemble, loader((inputs, labels)), ood={"far": [4 * inputs]})["MoLA", "test"]
+    estimates = mola.evaluate(ensemble, loader((inputs, labels)), ood={"far": [4 * inputs]})["MoLA", "test"]
     probs = ensemble(inputs).double()
     known = ~(labels.isnan() | (labels == -100))
     right = torch.where(labels > 0.5, probs, 1 - probs)
-    assert found["nll"].value == pytest.approx(float(-right[known].log().mean()))
-    assert found["brier"].value == pytest.approx(float(2 * (1 - right[known]).square().mean()))
-    slow = resampled(lambda one, two: float((one > 0.5)[two].double().mean()), right, known)
-    assert found["accuracy"].error == pytest.approx(slow, rel=0.15)
+    assert estimates["nll"].value == pytest.approx(float(-right[known].log().mean()))
+    assert estimates["brier"].value == pytest.approx(float(2 * (1 - right[known]).square().mean()))
+    slow = resampled(lambda likelihoods, mask: float((likelihoods > 0.5)[mask].double().mean()), right, known)
+    assert estimates["accuracy"].error == pytest.approx(slow, rel=0.15)
 
 
 @pytest.mark.parametrize("heteroscedastic", [False, True])
@@ -128,8 +132,9 @@ def test_regression_by_definition(heteroscedastic):
     likelihood = mola.likelihoods.Gaussian(heteroscedastic=heteroscedastic)
     networks = [network(4 if heteroscedastic else 2, seed) for seed in range(2)]
     posterior = mola.fit(networks, loader((inputs, targets)), likelihood=likelihood, progress=False)
-    found = mola.evaluate({"r": posterior}, loader((inputs, targets)), ood={"far": [5 * inputs]})
-    prediction, row = posterior.predict(inputs), found["r", "test"]
+    evaluation = mola.evaluate({"r": posterior}, loader((inputs, targets)), ood={"far": [5 * inputs]})
+    prediction = posterior.predict(inputs)
+    row = evaluation["r", "test"]
     lower, upper = prediction.interval(0.9)
     inside = ((targets >= lower) & (targets <= upper)).double()
     assert row["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()), rel=1e-5)
@@ -137,11 +142,11 @@ def test_regression_by_definition(heteroscedastic):
     assert row["crps"].value == pytest.approx(float(prediction.crps(targets).mean()), rel=1e-5)
     assert row["coverage_90"] == pytest.approx((float(inside.mean()), float(inside.mean(1).std()) / 20), abs=1e-6)
     squares = (prediction.mean - targets).square().mean(1)
-    assert row["rmse"].error == pytest.approx(resampled(lambda one: float(one.mean().sqrt()), squares), rel=0.15)
-    assert set(found["r", "far"]) == {
+    assert row["rmse"].error == pytest.approx(resampled(lambda errors: float(errors.mean().sqrt()), squares), rel=0.15)
+    assert set(evaluation["r", "far"]) == {
         f"{metric}_{by}" for metric in ("auroc", "fpr95") for by in ("variance", "ood_score")
     }
-    assert found["r", "far"]["auroc_ood_score"].value > 0.9
+    assert evaluation["r", "far"]["auroc_ood_score"].value > 0.9
 
 
 def test_dense_outputs_leave_out_ignored_positions():
@@ -150,16 +155,16 @@ def test_dense_outputs_leave_out_ignored_positions():
     labels[:, 0] = -100
     head = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     posterior = mola.fit(head, loader((images, labels), 5), progress=False)
-    found = mola.evaluate(posterior, loader((images, labels), 5), ood={"far": [9 * images]})
+    evaluation = mola.evaluate(posterior, loader((images, labels), 5), ood={"far": [9 * images]})
     probs = posterior(images).movedim(1, -1)[:, 1:].reshape(-1, 4).double()
-    kept = labels[:, 1:].flatten()
-    row = found["MoLA", "test"]
-    assert row["nll"].value == pytest.approx(metrics.negative_log_likelihood(probs, kept), rel=1e-6)
-    correct = (probs.argmax(1) == kept).double()
+    known = labels[:, 1:].flatten()
+    row = evaluation["MoLA", "test"]
+    assert row["nll"].value == pytest.approx(metrics.negative_log_likelihood(probs, known), rel=1e-6)
+    correct = (probs.argmax(1) == known).double()
     assert row["accuracy"] == pytest.approx(
         (float(correct.mean()), standard_error(correct, torch.arange(12).repeat_interleave(25)))
     )
-    assert found.counts["MoLA", "test"] == 12
+    assert evaluation.counts["MoLA", "test"] == 12
     drawn = mola.evaluate(posterior, loader((images, labels), 5), positions=7)["MoLA", "test"]
     assert drawn["nll"].value == pytest.approx(row["nll"].value, rel=0.2)
     assert drawn["nll"].error > row["nll"].error / 2
@@ -171,22 +176,22 @@ def test_dense_outputs_leave_out_ignored_positions():
 
 
 def test_any_callable_is_a_predictor(evaluated):
-    pairs, predictors, found = evaluated
+    pairs, predictors, evaluation = evaluated
     test = loader(pairs["test"])
     by_name = {"numpy": lambda x: predictors["DE"](x).numpy(), "mixed": mola.Mixture(list(predictors.values()))}
     other = mola.evaluate(by_name, test, ood={"far": [pairs["far"][0]]})
-    assert_close(other["numpy", "test"], found["DE", "test"], "float64")
-    assert_close(other["numpy", "far"], found["DE", "far"], "float64")
-    assert other["mixed", "test"]["nll"].value < max(found[name, "test"]["nll"].value for name in predictors)
-    assert_close(mola.evaluate(by_name["numpy"], test)["<lambda>", "test"], found["DE", "test"], "float64")
+    assert_close(other["numpy", "test"], evaluation["DE", "test"], "float64")
+    assert_close(other["numpy", "far"], evaluation["DE", "far"], "float64")
+    assert other["mixed", "test"]["nll"].value < max(evaluation[name, "test"]["nll"].value for name in predictors)
+    assert_close(mola.evaluate(by_name["numpy"], test)["<lambda>", "test"], evaluation["DE", "test"], "float64")
 
     def exported(inputs):
         prediction = predictors["MoLA"].predict(inputs)
         return {"probs": prediction.probs, "ood_score": prediction.ood_score}
 
-    named = mola.evaluate(exported, test, ood={"far": loader(pairs["far"])})
-    assert_close(named["exported", "test"], found["MoLA", "test"], "float64")
-    assert_close(named["exported", "far"], found["MoLA", "far"], "float64")
+    exported_evaluation = mola.evaluate(exported, test, ood={"far": loader(pairs["far"])})
+    assert_close(exported_evaluation["exported", "test"], evaluation["MoLA", "test"], "float64")
+    assert_close(exported_evaluation["exported", "far"], evaluation["MoLA", "far"], "float64")
     with pytest.raises(DataError, match="'probs'; got mean"):
         mola.evaluate(lambda inputs: {"mean": inputs}, test)
 
@@ -204,10 +209,10 @@ class WithoutBrierPredictive(CategoricalPredictive):
 
 
 def test_a_score_that_a_likelihood_lacks_is_left_out(evaluated):
-    pairs, predictors, found = evaluated
+    pairs, predictors, evaluation = evaluated
     ensemble = predictors["DE"]
     row = mola.evaluate(ensemble.forward, loader(pairs["test"]), likelihood=WithoutBrier())["forward", "test"]
-    expected = {name: estimate for name, estimate in found["DE", "test"].items() if name != "brier"}
+    expected = {name: estimate for name, estimate in evaluation["DE", "test"].items() if name != "brier"}
     assert_close(row, expected, "float64")
 
 
@@ -216,11 +221,11 @@ def process(rank, path):
     team = mola.distributed.Team()
     ensemble, test = mola.ensemble(network()), loader(table(150, 5))
     far = loader(table(60, 6, 2.0))  # one batch: a process has none
-    found = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
+    evaluation = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
     alone = mola.evaluate(ensemble, test, ood={"far": far})
-    assert found.counts == alone.counts
-    for place, row in alone.entries.items():
-        assert_close(found[place], row, "float64")
+    assert evaluation.counts == alone.counts
+    for key, row in alone.entries.items():
+        assert_close(evaluation[key], row, "float64")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -231,16 +236,16 @@ def test_processes_evaluate_together(tmp_path):
 
 
 def test_the_table_prints_and_becomes_a_frame(evaluated):
-    found = evaluated[2]
-    assert "MoLA" in repr(found)
-    frame = found.to_frame()
+    evaluation = evaluated[2]
+    assert "MoLA" in repr(evaluation)
+    frame = evaluation.to_frame()
     assert frame.index.names == ["predictor", "data"]
-    assert frame.loc[("MoLA", "test"), "nll"] == found["MoLA", "test"]["nll"].value
-    assert frame.loc[("MoLA", "far"), "auroc_ood_score_se"] == found["MoLA", "far"]["auroc_ood_score"].error
+    assert frame.loc[("MoLA", "test"), "nll"] == evaluation["MoLA", "test"]["nll"].value
+    assert frame.loc[("MoLA", "far"), "auroc_ood_score_se"] == evaluation["MoLA", "far"]["auroc_ood_score"].error
     assert math.isnan(frame.loc[("MoLA", "far"), "nll"])
     assert str(Estimate(0.95123, 0.0021)) == "0.9512 ± 0.0021"
     with pytest.raises(KeyError, match="no row"):
-        found["MoLA", "nowhere"]
+        evaluation["MoLA", "nowhere"]
 
 
 INPUTS, LABELS = table(20, 6)

@@ -84,7 +84,7 @@ def test_every_measured_metric_is_in_the_catalogue():
     regression.add(prediction, moments + 0.1, detail=True)
     names = {name for columns in (classes, labels, regression) for name in measured(columns)}
     assert {"aurc", "auroc", "crps", "coverage_90", "width_50"} <= names <= CATALOGUE.keys()
-    shown = labelled_result(labels).metrics.keys() | labelled_result(classes).metrics.keys()
-    assert measured(labels).keys() | measured(classes).keys() <= shown <= CATALOGUE.keys()
+    reported = labelled_result(labels).metrics.keys() | labelled_result(classes).metrics.keys()
+    assert measured(labels).keys() | measured(classes).keys() <= reported <= CATALOGUE.keys()
     by_score = separation(classes, classes)
     assert {name for metrics in by_score.values() for name in metrics} <= OUTLIER_METRICS.keys()

@@ -20,19 +20,19 @@ def one_run() -> Comparison:
     test, outside = "<i>test</i>", "a/<q>&.npz"
     methods = {}
     for index, method in enumerate(("MAP", "DE", "MoLA")):
-        one = record("", method, "main", 0, 2 * index, [0.0])
+        result = record("", method, "main", 0, 2 * index, [0.0])
         errors = dict.fromkeys(("accuracy", "nll", "brier", "ece", "confidence"), 0.003)
         classes = {
             name: {"count": 20, "accuracy": 0.9 + index / 100, "confidence": 0.95} for name in ("cat", "<u>", "dog")
         }
-        found = one.outliers["kmnist"]
+        outliers = result.outliers["kmnist"]
         outlier = replace(
-            found,
-            scores={score: found.scores[score] for score in ("max probability", "entropy")},
+            outliers,
+            scores={score: outliers.scores[score] for score in ("max probability", "entropy")},
             confidence_error=0.01,
             errors={score: {"auroc": 0.004, "fpr95": None} for score in ("max probability", "entropy")},
         )
-        labelled = replace(one.labelled["test"], errors=errors, classes=classes)
+        labelled = replace(result.labelled["test"], errors=errors, classes=classes)
         methods[method] = MethodResult({}, {test: labelled}, {outside: outlier})
     by_method = Lead(("MoLA",), 0.04, (), ("DE",), 0.02, 0.003, (("MoLA",),))
     by_score = Lead(("MoLA", "entropy"), 0.95, (), ("DE", "entropy"), 0.01, 0.002, (("MoLA", "entropy"),))

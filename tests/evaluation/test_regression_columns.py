@@ -14,7 +14,7 @@ from molaplace.likelihoods import BERNOULLI
 from molaplace.prediction import RegressionPrediction
 
 
-def said(count, outputs=2, components=3, seed=0, wide=1.0):
+def make_prediction(count, outputs=2, components=3, seed=0, wide=1.0):
     generator = torch.Generator().manual_seed(seed)
     means = torch.randn(components, count, outputs, generator=generator, dtype=torch.float64)
     noise = wide * (0.3 + torch.rand(components, count, outputs, generator=generator, dtype=torch.float64))
@@ -33,33 +33,35 @@ def tally_of(prediction, targets=None):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_rows_of_numbers_are_what_the_prediction_says(outputs):
-    prediction, targets = said(200, outputs)
+    prediction, targets = make_prediction(200, outputs)
     tally = tally_of(prediction, targets)
-    found = measured(tally)
-    assert found["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()))
-    assert found["nll"].value == pytest.approx(-float(prediction.log_prob(targets).mean()))
-    assert found["crps"].value == pytest.approx(float(prediction.crps(targets).mean()))
+    metrics = measured(tally)
+    assert metrics["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()))
+    assert metrics["nll"].value == pytest.approx(-float(prediction.log_prob(targets).mean()))
+    assert metrics["crps"].value == pytest.approx(float(prediction.crps(targets).mean()))
     for level in LEVELS:
         lower, upper = prediction.interval(level)
         held = ((targets >= lower) & (targets <= upper)).double().mean()
-        assert found[f"coverage_{100 * level:g}"].value == pytest.approx(float(held))
-        assert found[f"width_{100 * level:g}"].value == pytest.approx(float((upper - lower).mean()))
-    result = labelled_result(tally, classes=[str(place) for place in range(outputs)])
+        assert metrics[f"coverage_{100 * level:g}"].value == pytest.approx(float(held))
+        assert metrics[f"width_{100 * level:g}"].value == pytest.approx(float((upper - lower).mean()))
+    result = labelled_result(tally, classes=[str(index) for index in range(outputs)])
     for level, held, _ in result.regression.coverage:
         lower, upper = prediction.interval(level)
         assert held == pytest.approx(float(((targets >= lower) & (targets <= upper)).double().mean()))
     assert [row[0] for row in result.regression.coverage] == list(NOMINAL_LEVELS)
-    for place in range(outputs):
-        own = result.regression.outputs[str(place)]
-        assert own.metrics["rmse"] == pytest.approx(float((prediction.mean - targets)[:, place].square().mean().sqrt()))
+    for index in range(outputs):
+        output_result = result.regression.outputs[str(index)]
+        assert output_result.metrics["rmse"] == pytest.approx(
+            float((prediction.mean - targets)[:, index].square().mean().sqrt())
+        )
     # The marginal likelihoods of one output are the joint one.
     if outputs == 1:
-        assert own.metrics["nll"] == pytest.approx(result.metrics["nll"])
+        assert output_result.metrics["nll"] == pytest.approx(result.metrics["nll"])
 
 
 def test_rows_belong_to_inputs():
     """Positions are counted over batches, and the known labels of an input are its rows."""
-    prediction, targets = said(12)
+    prediction, targets = make_prediction(12)
     rows = DenseRows(torch.tensor([0, 0, 1, 1, 1, 2]), 4)
     dense = PredictionColumns()
     for part in (slice(0, 6), slice(6, 12)):
@@ -75,8 +77,8 @@ def test_rows_belong_to_inputs():
 
 
 def test_differences_are_taken_datum_by_datum():
-    prediction, targets = said(300)
-    other = said(300, seed=0, wide=1.3)[0]
+    prediction, targets = make_prediction(300)
+    other = make_prediction(300, seed=0, wide=1.3)[0]
     tallies = {"DE": tally_of(other, targets), "MoLA": tally_of(prediction, targets)}
     value, error = differences(tallies, "MoLA")["DE"]["nll"]
     gaps = -(other.log_prob(targets) - prediction.log_prob(targets))
@@ -86,13 +88,13 @@ def test_differences_are_taken_datum_by_datum():
 
 
 def test_outliers_are_told_by_variance_and_by_the_score():
-    inside, targets = said(150)
-    outside, _ = said(90, seed=3, wide=4.0)
+    inside, targets = make_prediction(150)
+    outside, _ = make_prediction(90, seed=3, wide=4.0)
     near, far = tally_of(inside, targets), tally_of(outside)
-    found = outlier_result(near, far)
-    assert set(found.scores) == {"variance", "ood score"}
-    assert found.confidence is None
-    assert found.std == pytest.approx(float(outside.std.mean()))
+    result = outlier_result(near, far)
+    assert set(result.scores) == {"variance", "ood score"}
+    assert result.confidence is None
+    assert result.std == pytest.approx(float(outside.std.mean()))
     pairs = outside.variance.log().mean(1)[:, None] > inside.variance.log().mean(1)
-    assert found.scores["variance"]["auroc"] == pytest.approx(float(pairs.double().mean()))
+    assert result.scores["variance"]["auroc"] == pytest.approx(float(pairs.double().mean()))
     assert outlier_leads({"MoLA": near}, {"MoLA": far})["auroc"].best == ("MoLA", "variance")
