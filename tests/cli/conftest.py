@@ -59,9 +59,9 @@ def kind(request, made_folders, tmp_path_factory, monkeypatch) -> FittedFolder:
     torch.set_default_dtype(torch.float32)  # put back after each test
     if name not in made_folders:
         made_folders[name] = make_folder(name, tmp_path_factory.mktemp(name))
-    found = made_folders[name]
-    monkeypatch.chdir(found.root)
-    monkeypatch.syspath_prepend(str(found.root))
-    if not found.posterior.exists():
-        found.fit()
-    return found
+    folder = made_folders[name]
+    monkeypatch.chdir(folder.root)
+    monkeypatch.syspath_prepend(str(folder.root))
+    if not folder.posterior.exists():
+        folder.fit()
+    return folder

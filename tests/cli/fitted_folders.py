@@ -106,7 +106,7 @@ def make_folder(name: str, root: Path) -> FittedFolder:
         x, y = draw(name, count, seed)
         np.savez(root / f"{split}.npz", x=x, y=y)
     np.savez(root / "far.npz", x=8 * draw(name, 60, 9)[0])
-    x, y = (torch.from_numpy(one) for one in draw(name, COUNTS["train"], 0))
+    x, y = (torch.from_numpy(array) for array in draw(name, COUNTS["train"], 0))
     y = y.float() if y.is_floating_point() else y.long()
     for seed in range(2):
         torch.manual_seed(seed)

@@ -55,9 +55,9 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, t
     good_inputs, good_labels = workspace.inputs("train")
     assert torch.equal(labels, good_labels)
     assert torch.equal(inputs, good_inputs)
-    found = skipped.left_out[str(folder)]
-    assert found.keys() == expected.keys()
-    assert all(words in found[name] for name, words in expected.items())
+    reasons = skipped.left_out[str(folder)]
+    assert reasons.keys() == expected.keys()
+    assert all(words in reasons[name] for name, words in expected.items())
     assert len(skipped) == 4
     list(loader)
     assert len(skipped) == 4, "read twice, counted once"
@@ -168,18 +168,18 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     preprocessing = Preprocessing(batch_size=4, dtype="float64")
     source = open_arrays(tmp_path / "set.npz", preprocessing, labelled=True)
     assert source.count == 11
-    rows = list(source.batches())
-    assert [len(one.names) for one in rows] == [4, 4, 3]
-    errors = {name: words for one in rows for name, words in zip(one.names, one.errors, strict=True) if words}
+    batches = list(source.batches())
+    assert [len(batch.names) for batch in batches] == [4, 4, 3]
+    errors = {name: words for batch in batches for name, words in zip(batch.names, batch.errors, strict=True) if words}
     assert errors == {
         "set.npz[3]": "contains 1 value that is NaN or infinite",
         "set.npz[7]": "contains 2 values that are NaN or infinite",
     }
-    kept = [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
-    assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
+    indices = [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    assert np.array_equal(torch.cat([batch.inputs for batch in batches]).numpy(), values[indices])
+    assert torch.cat([batch.labels for batch in batches]).tolist() == labels[indices].tolist()
     alone = list(open_arrays(tmp_path / "set.npy", preprocessing, labelled=False).batches())
-    assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[kept])
+    assert np.array_equal(torch.cat([batch.inputs for batch in alone]).numpy(), values[indices])
 
 
 def test_bytes_are_pixels_in_any_layout(tmp_path):

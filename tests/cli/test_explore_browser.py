@@ -97,7 +97,7 @@ class Page:
         self.wait(lambda: self.confidences() == expected, expected)
 
     def confidences(self):
-        return self.run("return [...document.querySelectorAll('[data-confidence]')].map(one => one.innerText)")
+        return self.run("return [...document.querySelectorAll('[data-confidence]')].map(element => element.innerText)")
 
     def notes(self, words):
         self.wait(lambda: words in self.text(".note"), words)
@@ -205,8 +205,8 @@ def test_a_phone_shows_all_of_it(page):
     page.shows(10)
     assert page.run("return document.documentElement.scrollWidth") <= 390
     outside = page.run(
-        "return [...document.querySelectorAll('#explorer *')].filter(one => { const b = one.getBoundingClientRect();"
-        " return b.width > 0 && (b.left < -1 || b.right > 391) }).map(one => one.outerHTML.slice(0, 80))"
+        "return [...document.querySelectorAll('#explorer *')].filter(element => { const b = element.getBoundingClientRect();"
+        " return b.width > 0 && (b.left < -1 || b.right > 391) }).map(element => element.outerHTML.slice(0, 80))"
     )
     assert outside == []
     bottom = "return [document.querySelector('.confidence').getBoundingClientRect().bottom, innerHeight]"

@@ -57,7 +57,7 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(workspace, fitted,
         ({"rule": "threshold", "threshold": 0.6}, mola.rules.Threshold(confidence=0.6)),
         ({"rule": "distance", "price": 0.3}, mola.rules.Distance(price=0.3)),
     ],
-    ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
+    ids=lambda changes: changes.get("rule") if isinstance(changes, dict) else "",
 )
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_rules_are_those_of_the_library(workspace, tmp_path, changes, rule):

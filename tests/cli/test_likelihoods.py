@@ -37,8 +37,8 @@ def fit(kind, *more):
 def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     outcome = run("info", "posterior")
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
-    shown = " ".join(outcome.output.split())
-    assert words in shown
+    text = " ".join(outcome.output.split())
+    assert words in text
     with pytest.raises(OptionError, match=r"one of several classes|positions|dense"):
         folder_subject(kind.open())
 
@@ -114,7 +114,7 @@ WRONG_USE = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [(one[0], name) for name, one in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
+    ("kind", "case"), [(kind, name) for name, (kind, *_) in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
 )
 def test_wrong_use_is_refused_in_words(kind, case, tmp_path):
     outcome = fit(kind, "--output", tmp_path / "posterior", *WRONG_USE[case][1])

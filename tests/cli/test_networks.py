@@ -59,7 +59,7 @@ def test_networks_by_name_and_by_import(workspace, tmp_path):
     ],
 )
 def test_networks_that_cannot_be_built_say_why(workspace, names, weights, words):
-    files = [workspace.weights()[int(one)] if one.isdigit() else one for one in weights]
+    files = [workspace.weights()[int(path)] if path.isdigit() else path for path in weights]
     with pytest.raises(OptionError, match=words):
         build_networks([name.format(m=workspace.module) for name in names], files)
 
@@ -94,18 +94,18 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("settings", "expected"),
     [
         ({}, lambda pixels: (pixels / 255 - 0.4) / 0.2),
         ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda pixels: (pixels / 127.5 - 1 - 0.4) / 0.2),
         ({"do_rescale": False, "do_normalize": False}, lambda pixels: pixels),
     ],
 )
-def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expected):
-    folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
+def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, settings, expected):
+    folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **settings)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    found = make_preprocessing(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
-    assert_close(found, expected(pixels.double()))
+    normalised = make_preprocessing(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
+    assert_close(normalised, expected(pixels.double()))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

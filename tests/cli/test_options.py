@@ -22,11 +22,11 @@ from tests.workspace import CLASSES, job_for
 
 def test_help_names_every_option_and_the_list_of_commands_the_first_line_of_each_help():
     for name, summary in COMMANDS.items():
-        shown = run(name, "--help").stdout
+        output = run(name, "--help").stdout
         context = click.Context(app)
         command = app.get_command(context, name)
         for parameter in command.params:
-            assert parameter.opts[-1] in shown or parameter.secondary_opts or label(parameter) in shown
+            assert parameter.opts[-1] in output or parameter.secondary_opts or label(parameter) in output
         assert command.help.splitlines()[0] == summary
 
 

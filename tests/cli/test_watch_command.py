@@ -158,10 +158,10 @@ def test_damage_and_mistakes_are_refused_in_words(watch_command, tmp_path):
     refused("is missing")
     shutil.move(tmp_path / "elsewhere", state)
     tensors = next(state.glob("*.safetensors"))
-    kept = tensors.read_bytes()
-    tensors.write_bytes(kept[:-9])
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-9])
     refused("truncated or corrupt")
-    tensors.write_bytes(kept)
+    tensors.write_bytes(content)
     with WatchLog(log, Watch.load(state)):
         refused("another process is writing")
     assert watch_command(usual(1)).exit_code == 0
