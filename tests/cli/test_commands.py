@@ -41,12 +41,12 @@ def test_the_nearest_command_is_named_for_a_mistyped_one():
 
 
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, tmp_path, mola_command):
-    place = tmp_path / "posterior"
-    assert "replaces" not in mola_command(*arguments(workspace, place))[1]
-    assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(workspace, place))[1].split())
-    document = json.loads((place / "posterior.json").read_text())
-    (place / "posterior.json").unlink()
-    assert mola_command(*arguments(workspace, place, "--quiet"))[0] == 0, (
+    folder = tmp_path / "posterior"
+    assert "replaces" not in mola_command(*arguments(workspace, folder))[1]
+    assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(workspace, folder))[1].split())
+    document = json.loads((folder / "posterior.json").read_text())
+    (folder / "posterior.json").unlink()
+    assert mola_command(*arguments(workspace, folder, "--quiet"))[0] == 0, (
         "what an interrupted fit leaves is no obstacle"
     )
     strangers = {
@@ -84,9 +84,9 @@ def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, m
     damaged = shutil.copytree(posterior, tmp_path / "damaged")
     (file,) = damaged.glob("tensors-*.safetensors")
     file.write_bytes(file.read_bytes() + b"x")
-    code, _, said = mola_command("info", damaged)
+    code, _, message = mola_command("info", damaged)
     assert code == 1
-    assert "corrupt" in said
+    assert "corrupt" in message
 
 
 def test_info_shows_that_the_training_data_changed_after_tuning(mola_command, tmp_path):
@@ -100,11 +100,11 @@ def test_info_shows_that_the_training_data_changed_after_tuning(mola_command, tm
 
 
 def test_a_posterior_without_distances_says_so_and_predicts(workspace, tmp_path, mola_command):
-    place = tmp_path / "posterior"
+    folder = tmp_path / "posterior"
     output = tmp_path / "out.csv"
-    assert mola_command(*arguments(workspace, place, "--no-distances", "--quiet"))[0] == 0
-    assert "no distances" in " ".join(mola_command("info", place)[1].split())
-    assert mola_command("predict", place, "test", "--output", output, "--quiet")[0] == 0
+    assert mola_command(*arguments(workspace, folder, "--no-distances", "--quiet"))[0] == 0
+    assert "no distances" in " ".join(mola_command("info", folder)[1].split())
+    assert mola_command("predict", folder, "test", "--output", output, "--quiet")[0] == 0
     assert "distance" not in output.read_text().splitlines()[0].split(",")
 
 
@@ -174,15 +174,17 @@ def test_every_run_is_repeated_from_its_file_and_flags_win(workspace, posterior,
     )
     assert json.loads((other / "posterior.json").read_text())["structure"]["name"] == "diag"
 
-    one = tmp_path / "one.csv"
-    two = tmp_path / "two.csv"
-    assert mola_command("predict", posterior, "test", "--output", one, "--probabilities", "--quiet")[0] == 0
-    assert mola_command("predict", "--config", f"{one}.toml", "--output", two, "--quiet")[0] == 0
-    assert one.read_text() == two.read_text()
+    original = tmp_path / "one.csv"
+    repeated = tmp_path / "two.csv"
+    assert mola_command("predict", posterior, "test", "--output", original, "--probabilities", "--quiet")[0] == 0
+    assert mola_command("predict", "--config", f"{original}.toml", "--output", repeated, "--quiet")[0] == 0
+    assert original.read_text() == repeated.read_text()
 
     report = tmp_path / "report"
     assert mola_command("evaluate", posterior, "--test", "test", "--output", report, "--quiet")[0] == 0
-    kept = {name: value for name, value in json.loads((report / "numbers.json").read_text()).items() if name != "made"}
+    numbers = {
+        name: value for name, value in json.loads((report / "numbers.json").read_text()).items() if name != "made"
+    }
     (report / "numbers.json").unlink()
     assert mola_command("evaluate", "--config", report / "run.toml", "--quiet")[0] == 0
-    assert kept.items() <= json.loads((report / "numbers.json").read_text()).items()
+    assert numbers.items() <= json.loads((report / "numbers.json").read_text()).items()

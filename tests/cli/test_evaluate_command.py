@@ -64,19 +64,19 @@ def expected_scores(kind, prediction, labels):
 def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind, tmp_path):
     outcome = run("evaluate", "posterior", "--test", "test.npz", "--ood", "far.npz", "--output", tmp_path / "report")
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
-    shown = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
-    assert len(shown) <= 25
-    assert "test data" in " ".join(shown[:2]), "the finding comes first"
-    assert "index.html" in shown[-1]
-    found = json.loads((tmp_path / "report" / "numbers.json").read_text())
-    assert list(found["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
+    lines = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
+    assert len(lines) <= 25
+    assert "test data" in " ".join(lines[:2]), "the finding comes first"
+    assert "index.html" in lines[-1]
+    document = json.loads((tmp_path / "report" / "numbers.json").read_text())
+    assert list(document["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
     (inputs, labels), posterior = kind.data("test"), kind.open().posterior
-    mine = found["methods"]["MoLA"]["labelled"]["test.npz"]["metrics"]
+    mine = document["methods"]["MoLA"]["labelled"]["test.npz"]["metrics"]
     for name, value in expected_scores(kind, posterior.predict(inputs), labels).items():
         assert_close(mine[name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
     far = posterior.predict(torch.from_numpy(np.load("far.npz")["x"])).ood_score
     inside = posterior.predict(inputs).ood_score
-    score = found["methods"]["MoLA"]["outliers"]["far.npz"]["scores"]["ood score"]
+    score = document["methods"]["MoLA"]["outliers"]["far.npz"]["scores"]["ood score"]
     if kind.name == "maps":  # positions whose label is ignored are not compared
         inside = inside[labels != 255]
     assert score["auroc"] == pytest.approx(metrics.auroc(inside.flatten(), far.flatten()), abs=1e-3)
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     Page(page)
     for name in kind.names:
         assert name in page
-    for name in found["methods"]:
+    for name in document["methods"]:
         assert name in page
     assert list((tmp_path / "report" / "figures").glob("*.png"))
 
@@ -132,22 +132,23 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
-    found = run_evaluate(kind.open(), to_evaluate("test.npz")).document()
+    document = run_evaluate(kind.open(), to_evaluate("test.npz")).document()
     inputs, labels = kind.data("test")
     known = labels != 255
     prediction = kind.open().posterior.predict(inputs)
-    own_set = found["sets"]["test.npz"]
-    mine = found["methods"]["MoLA"]["labelled"]["test.npz"]
+    own_set = document["sets"]["test.npz"]
+    mine = document["methods"]["MoLA"]["labelled"]["test.npz"]
     assert [own_set[name] for name in ("count", "inputs", "parts")] == [int(known.sum()), len(inputs), "position"]
     right = [
-        (one == label)[mask].double().mean() for one, label, mask in zip(prediction.label, labels, known, strict=True)
+        (predicted == label)[mask].double().mean()
+        for predicted, label, mask in zip(prediction.label, labels, known, strict=True)
     ]
     error = float(torch.stack(right).std()) / len(right) ** 0.5
     assert mine["errors"]["accuracy"] == pytest.approx(error)
     for index, name in enumerate(kind.names):
-        own = (labels == index) & known
+        in_class = (labels == index) & known
         called = (prediction.label == index) & known
-        expected = float((own & called).sum() / (own | called).sum())
+        expected = float((in_class & called).sum() / (in_class | called).sum())
         assert mine["classes"][name]["iou"] == pytest.approx(expected)
 
 
@@ -182,9 +183,9 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
     for name in expected:
         inside = methods[name].predict(test)
         outside = methods[name].predict(strange)
-        found = result.methods[name].labelled["test.csv"]
+        labelled = result.methods[name].labelled["test.csv"]
         out = result.methods[name].outliers["strange"]
-        assert found.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-4)
+        assert labelled.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-4)
         assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-4)
         scores = {
             "max probability": (-inside.confidence, -outside.confidence),
@@ -218,8 +219,8 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
 def test_data_that_were_seen_before_are_named(workspace, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{workspace.root.name}/val"):
         with pytest.warns(MolaWarning, match="also the validation data"):
-            found = run_evaluate(fitted, to_evaluate(name))
-        assert any("the validation data" in note for note in found.notes)
+            comparison = run_evaluate(fitted, to_evaluate(name))
+        assert any("the validation data" in note for note in comparison.notes)
     with pytest.warns(MolaWarning, match="also the training data"):
         run_evaluate(fitted, to_evaluate(fitted.job.train))
 
@@ -227,22 +228,22 @@ def test_data_that_were_seen_before_are_named(workspace, fitted):
 @pytest.mark.usefixtures("_in_workspace")
 def test_the_report_shows_guarantees_beside_the_test_data(workspace, fitted, monkeypatch):
     monkeypatch.setattr("molaplace.cli.evaluate.ERROR_RATES", (0.01, 0.4))
-    found = run_evaluate(fitted, to_evaluate("test.npz")).decisions
+    decisions = run_evaluate(fitted, to_evaluate("test.npz")).decisions
     inputs, labels = workspace.inputs("test")
     prediction = fitted.posterior.predict(inputs)
     right = prediction.label == labels
     outlying = prediction.ood_score > outlier_threshold(fitted, None)
-    impossible, possible = found.answers
+    impossible, possible = decisions.answers
     assert (impossible.threshold, impossible.realised) == (None, None)
     assert "299" in impossible.why
     answered = (prediction.confidence > possible.threshold) & ~outlying
     assert possible.answered == pytest.approx(float(answered.double().mean()))
     assert possible.realised == pytest.approx(float((~right[answered]).double().mean()))
-    assert found.alarms == pytest.approx(float(outlying.double().mean()))
+    assert decisions.alarms == pytest.approx(float(outlying.double().mean()))
     sets = make_decisions(fitted, coverage=0.9).sets(prediction)
     inside = sets[torch.arange(len(labels)), labels]
-    assert found.sets.realised == pytest.approx(float(inside.double().mean()))
-    assert found.sets.size == pytest.approx(float(sets.sum(1).double().mean()))
-    assert found.sets.empty == pytest.approx(float((~sets.any(1)).double().mean()))
-    assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
-    assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
+    assert decisions.sets.realised == pytest.approx(float(inside.double().mean()))
+    assert decisions.sets.size == pytest.approx(float(sets.sum(1).double().mean()))
+    assert decisions.sets.empty == pytest.approx(float((~sets.any(1)).double().mean()))
+    assert set(decisions.curves) == {"MAP", "DE", "LLLA", "MoLA"}
+    assert decisions.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])

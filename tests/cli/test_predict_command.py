@@ -53,9 +53,9 @@ def numbers(cells):
     return np.array([np.nan if cell is None else float(cell) for cell in cells])
 
 
-def named(column, names):
-    field, _, place = column.rpartition("_")
-    return f"{field}_{names[int(place)]}" if place.isdecimal() else column
+def column_name(column, names):
+    field, _, index = column.rpartition("_")
+    return f"{field}_{names[int(index)]}" if index.isdecimal() else column
 
 
 ENDINGS = [
@@ -76,7 +76,7 @@ def test_tables_have_the_columns_of_to_frame(kind, tmp_path, ending):
     expected = prediction.to_frame()
     for column in expected:
         precision = "difference" if column.startswith(DIFFERENCES) else "float32"
-        assert_close(numbers(columns[named(column, kind.names)]), expected[column], precision, name=column)
+        assert_close(numbers(columns[column_name(column, kind.names)]), expected[column], precision, name=column)
     if kind.name == "classes":
         assert columns["class"] == [kind.names[label] for label in prediction.label]
     elif kind.name == "labels":
@@ -147,11 +147,11 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
     left_out = result["left_out"][str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
     for name, word in (("00-corrupt.png", "cannot be decoded"), ("zz-large.png", "9 x 9 pixels")):
-        place = list(rows["name"]).index(name)
-        assert place == sorted(path.name for path in folder.iterdir()).index(name)
-        assert word in str(rows["error"][place])
+        index = list(rows["name"]).index(name)
+        assert index == sorted(path.name for path in folder.iterdir()).index(name)
+        assert word in str(rows["error"][index])
         for column in ("label", "answer", "outlying"):
-            assert rows[column][place] in (None, -1)
+            assert rows[column][index] in (None, -1)
     assert result["count"] == 13
     with pytest.raises(mola.errors.DataError, match="00-corrupt"):
         run_predict(opened, to_predict(str(folder), tmp_path / f"strict.{ending}", strict=True))
@@ -169,18 +169,18 @@ def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path,
     gated = torch.where(known.ood_score > limit, -math.inf, known.confidence)
     threshold = mola.abstain_threshold(known, labels, 0.4, 0.7, score=gated)
     prediction = fitted.posterior.predict(workspace.inputs("test")[0])
-    answer = threshold(prediction.confidence) & (prediction.ood_score <= limit)
+    answers = threshold(prediction.confidence) & (prediction.ood_score <= limit)
     sets = mola.prediction_sets(known, labels, 0.8)(prediction)
     columns = read(tmp_path / f"out.{ending}")
-    assert result["answer"] == float(answer.double().mean())
+    assert result["answer"] == float(answers.double().mean())
     assert result["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
     assert result["decisions"]["answer"]["certainty"] == 0.7
     assert " % to answer" in summary_sentence(result)
     names = [[name for name, inside in zip(fitted.classes, row, strict=True) if inside] for row in sets.tolist()]
     expected = {
-        "csv": (["true" if answered else "false" for answered in answer], ["|".join(row) or None for row in names]),
-        "jsonl": (answer.tolist(), names),
-        "npz": (answer.int().tolist(), sets.int().tolist()),
+        "csv": (["true" if answered else "false" for answered in answers], ["|".join(row) or None for row in names]),
+        "jsonl": (answers.tolist(), names),
+        "npz": (answers.int().tolist(), sets.int().tolist()),
     }[ending]
     assert (list(columns["answer"]), [list(row) if ending == "npz" else row for row in columns["set"]]) == expected
 
@@ -244,9 +244,9 @@ def test_a_file_appears_when_it_is_complete(workspace, fitted, tmp_path, ending,
     assert list(tmp_path.iterdir()) == []
     (workspace.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
     arguments = ["predict", fitted.folder, "stopping:batches", "--output", tmp_path / f"out.{ending}", "--quiet"]
-    code, _, said = mola_command(*arguments)
+    code, _, message = mola_command(*arguments)
     assert code == INTERRUPTED
-    assert "stopped" in said
+    assert "stopped" in message
     assert list(tmp_path.iterdir()) == []
 
 

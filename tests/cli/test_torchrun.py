@@ -46,22 +46,23 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "two" / "posterior.json").exists()
     assert not (tmp_path / "kept").exists()
-    one, two = json.loads(single.stdout), json.loads(done.stdout)  # one document: one process printed
-    assert two["result"]["train_count"] == one["result"]["train_count"] == 36
-    assert two["left_out"] == one["left_out"]
-    assert list(two["left_out"]["train"]) == ["dog/zz.png"]
-    assert_close(two["result"]["prior_precision"], one["result"]["prior_precision"])
-    metrics = [each["result"]["validation"]["metrics"] for each in (one, two)]
+    expected = json.loads(single.stdout)
+    document = json.loads(done.stdout)  # one document: one process printed
+    assert document["result"]["train_count"] == expected["result"]["train_count"] == 36
+    assert document["left_out"] == expected["left_out"]
+    assert list(document["left_out"]["train"]) == ["dog/zz.png"]
+    assert_close(document["result"]["prior_precision"], expected["result"]["prior_precision"])
+    metrics = [fit["result"]["validation"]["metrics"] for fit in (expected, document)]
     assert_close(metrics[1], metrics[0], "difference")
-    scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
+    scores = [fit["result"]["validation"]["outlier_threshold"] for fit in (expected, document)]
     assert_close(scores[1], scores[0], "difference")
     inputs, _ = workspace.inputs("test")
     posteriors = [mola.load(tmp_path / name, workspace.networks(2)) for name in ("one", "two")]
     assert_close(posteriors[1](inputs), posteriors[0](inputs))
     evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json", "--trust"]
     pictures, arrays = (
-        ["predict", "two", given, "--probabilities", "--json", "--trust", "--output", output]
-        for given, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
+        ["predict", "two", data, "--probabilities", "--json", "--trust", "--output", output]
+        for data, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
     )
     alone = run_evaluate(open_posterior("two", trust=True), to_evaluate("test", "strange")).document()
     for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either")):
@@ -81,29 +82,29 @@ def run_commands(commands, folder, **environment):
     codes, errors = run_team(2, command, folder, cwd=ROOT, timeout=LIMIT, **environment)
     assert codes == [0, 0], "\n".join(errors)
     told = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
-    return [{part: one[part] + other[part] for part in one} for one, other in zip(*told, strict=True)]
+    return [{part: left[part] + right[part] for part in left} for left, right in zip(*told, strict=True)]
 
 
 def check_predictions(root, pictures, arrays):
     """`torchrun -m molaplace predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
-    for given, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
-        command = ["predict", "two", given, "--probabilities", "--json", "--trust", "--output", f"one-{output}"]
+    for data, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
+        command = ["predict", "two", data, "--probabilities", "--json", "--trust", "--output", f"one-{output}"]
         single = CliRunner().invoke(app, command)
         assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
-        assert single.exit_code == (3 if given == "test" else 0), single.output
-        one = json.loads(single.stdout)
-        two = json.loads(done["stdout"])
-        assert (two["count"], two["left_out"]) == (one["count"], one["left_out"])
-        assert one["count"] == 18
+        assert single.exit_code == (3 if data == "test" else 0), single.output
+        expected = json.loads(single.stdout)
+        document = json.loads(done["stdout"])
+        assert (document["count"], document["left_out"]) == (expected["count"], expected["left_out"])
+        assert expected["count"] == 18
         for name in ("confidence", "entropy", "epistemic", "outlying"):
-            assert_close(two[name], one[name], "difference")
+            assert_close(document[name], expected[name], "difference")
         assert (root / f"two-{output}.toml").exists()
-        rows = [read_rows(root / f"{who}-{output}") for who in ("one", "two")]
-        one, two = ([[row.get(key) for key in ("name", "class", "error")] for row in some] for some in rows)
-        assert two == one
-        assert sum(bool(error) for *_, error in one) == (2 if given == "test" else 0)
-        one, two = ([float(row["ood_score"]) for row in some if not row.get("error")] for some in rows)
-        assert_close(two, one, "difference")
+        tables = [read_rows(root / f"{folder}-{output}") for folder in ("one", "two")]
+        texts = [[[row.get(key) for key in ("name", "class", "error")] for row in table] for table in tables]
+        assert texts[1] == texts[0]
+        assert sum(bool(error) for *_, error in texts[0]) == (2 if data == "test" else 0)
+        scores = [[float(row["ood_score"]) for row in table if not row.get("error")] for table in tables]
+        assert_close(scores[1], scores[0], "difference")
 
 
 def read_rows(path):
@@ -118,14 +119,16 @@ def check_evaluation(root, done, alone):
     shared = json.loads(done["stdout"])
     assert (root / "report" / "index.html").exists()
     assert shared["sets"]["test"]["count"] == alone["sets"]["test"]["count"] == 18
-    for method, one in alone["methods"].items():
-        mine, theirs = (each["labelled"]["test"] for each in (shared["methods"][method], one))
+    for method, expected in alone["methods"].items():
+        result = shared["methods"][method]
+        mine = result["labelled"]["test"]
+        theirs = expected["labelled"]["test"]
         for name, error in theirs["errors"].items():
             assert_close(mine["metrics"][name], theirs["metrics"][name], "difference", name=method)
             assert_close(mine["errors"][name], error, "difference", scale=1.0, name=method)
-        found, expected = (each["outliers"]["strange"]["scores"] for each in (shared["methods"][method], one))
-        for score, other in expected.items():
-            assert_close(found[score]["auroc"], other["auroc"], "difference", scale=1.0, name=score)
-    assert {name: found["best"] for name, found in shared["leads"]["test"].items()} == {
-        name: list(found["best"]) for name, found in alone["leads"]["test"].items()
+        scores = result["outliers"]["strange"]["scores"]
+        for score, separation in expected["outliers"]["strange"]["scores"].items():
+            assert_close(scores[score]["auroc"], separation["auroc"], "difference", scale=1.0, name=score)
+    assert {name: lead["best"] for name, lead in shared["leads"]["test"].items()} == {
+        name: list(lead["best"]) for name, lead in alone["leads"]["test"].items()
     }
