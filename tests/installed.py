@@ -190,6 +190,9 @@ def try_commands(environment: Environment) -> None:
         rows = list(csv.DictReader(file))
     right = {row["name"] for row in rows if not row["error"] and 0 < float(row["confidence"]) <= 1}
     check(len(rows) > 100 and len(right) == len(rows), f"of {len(rows)} rows, {len(right)} hold a prediction")
+    watched = molaplace("watch", "posterior", "digits:test", "--log", "watch.jsonl").stdout
+    check((desk / "watch.html").exists() and "accuracy" in watched, f"`molaplace watch` says: {watched}")
+    molaplace("watch", "posterior", "noise.npz", "--log", "watch.jsonl", code=3)
     check("kron" in molaplace("info", "posterior").stdout, "`molaplace info` does not name the structure")
     for command, extra in ((("export", "posterior", "--onnx", "digits.onnx"), "export"), (("explore",), "explore")):
         message = molaplace(*command, code=1).stderr
