@@ -55,7 +55,7 @@ class EvaluateOptions(PosteriorOptions, RunOptions):
         None,
         "Validation data for tuning temperatures, noise and LLLA",
         panel=MORE,
-        shown="validation data of the fit",
+        default_text="validation data of the fit",
     )
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 

@@ -24,7 +24,11 @@ class ExploreOptions(PosteriorOptions):
         None, "Folder written by `molaplace fit`; by default, the digits demo", argument=True
     )
     port: int | None = option(
-        None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"
+        None,
+        "Port on which to serve the page",
+        minimum=1,
+        maximum=65535,
+        default_text="first free port from 7860 upwards",
     )
     browser: bool = option(True, "Open the page in a browser")
     quiet: bool = option(False, "Print nothing", panel=RUN)

@@ -40,7 +40,7 @@ class ExportOptions(PosteriorOptions, DecisionOptions, RunOptions):
         "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
         "for regression: mean, variance, epistemic, aleatoric, ood_score, distance",
         parse=_parse_names,
-        shown="all",
+        default_text="all",
     )
     check: bool = option(True, "Check the file's outputs against PyTorch's")
 

@@ -108,7 +108,7 @@ class Job(RunOptions):
         None,
         "Tuning rule",
         choices=RULE_NAMES,
-        shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
+        default_text=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
     )
     classes: int | tuple[str, ...] | None = option(
         None, "Class names in output order (a,b,c or a file), or the number of classes", parse=parse_class_names

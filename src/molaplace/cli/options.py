@@ -43,7 +43,7 @@ def option(
     flags: tuple[str, ...] = (),
     argument: bool = False,
     panel: str = "",
-    shown: str = "",
+    default_text: str = "",
     choices: Collection[str] = (),
     parse: Callable[[Any], Any] | None = None,
     minimum: float | None = None,
@@ -59,7 +59,7 @@ def option(
         flags: flags for the option; by default, the name of the field, written with hyphens.
         argument: whether the value is given without a flag.
         panel: heading under which the help lists the option. Common options have no heading and come first.
-        shown: text that the help shows instead of the default value.
+        default_text: text that the help shows instead of the default value.
         choices: names that are allowed; all if empty.
         parse: function that converts the text from the command line, or a list from a run file. It returns converted values
             unchanged, and raises `click.BadParameter` for invalid values.
@@ -98,7 +98,7 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
         name = declared.name.replace("_", "-")
         flags = settings["flags"] or (f"--{name}/--no-{name}" if declared.default is True else f"--{name}",)
         common |= {"is_flag": True} if kind is bool else {"multiple": several}
-        common |= {"help": settings["help"], "show_default": settings["shown"] or True}
+        common |= {"help": settings["help"], "show_default": settings["default_text"] or True}
         parameter = click.Option([declared.name, *flags], **common)
     parameter.panel = settings["panel"]  # type: ignore[attr-defined]
     return parameter
@@ -139,7 +139,7 @@ class PosteriorOptions:
 
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
     network: tuple[str, ...] = option(
-        (), "Networks, named as in `molaplace fit`", panel=MORE, shown="the networks named in the folder"
+        (), "Networks, named as in `molaplace fit`", panel=MORE, default_text="the networks named in the folder"
     )
     trust: bool = option(
         False, "Trust the folder: import and run the functions that it names", panel=MORE, stored=False
@@ -151,10 +151,10 @@ class DecisionOptions:
     """Options for commands that make calibrated decisions."""
 
     false_alarm_rate: float | None = option(
-        None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
+        None, "Fraction of in-distribution inputs that may be flagged as OOD", default_text="0.05", panel=DECISIONS
     )
     error_rate: float | None = option(None, "Selective prediction: maximum fraction of wrong answers", panel=DECISIONS)
-    certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
+    certainty: float | None = option(None, "Confidence level for --error-rate", default_text="0.95", panel=DECISIONS)
     coverage: float | None = option(
         None,
         "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",

@@ -37,7 +37,7 @@ from molaplace.progress import Progress, no_progress
 ALARM = 3
 """Exit code of a run whose stream has left the validation data."""
 
-NAMED = 3
+NAMES_IN_LINE = 3
 """Number of the strangest inputs of a batch that its line in the log names."""
 
 PICTURES = 12
@@ -61,7 +61,7 @@ class WatchCommandOptions(PosteriorOptions, RunOptions):
     alpha: float = option(0.01, "Probability of a false alarm over the whole life of the log")
     recent: int = option(1000, "Number of recent inputs whose accuracy is estimated", minimum=1)
     val: str | None = option(
-        None, "Labelled data to compare with", panel=MORE, shown="validation data stored in the folder"
+        None, "Labelled data to compare with", panel=MORE, default_text="validation data stored in the folder"
     )
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
@@ -156,7 +156,7 @@ def run_watch(
                 for index in order
             ]
             strangest = sorted([*strangest, *strange], key=lambda entry: -entry.score)[:PICTURES]
-            log.add(_line(log, digest.hexdigest(), scores, strange[:NAMED]))
+            log.add(_line(log, digest.hexdigest(), scores, strange[:NAMES_IN_LINE]))
     skipped.require_some(used, source.name)
     progress("done", 1.0)
     return log, strangest
@@ -250,7 +250,7 @@ def _accuracy_sentence(watch: Watch) -> str:
 def _strangest_sentence(strangest: list[StrangeInput]) -> str:
     if not strangest:
         return "Strangest inputs: none, because all batches of this run were in the log before."
-    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in strangest[:NAMED])
+    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in strangest[:NAMES_IN_LINE])
     return f"Strangest inputs of this run, with their outlier scores: {names}."
 
 

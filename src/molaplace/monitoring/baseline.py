@@ -116,15 +116,15 @@ class Baseline:
         corrects: list[Array] = []
         pooled = False
         for index, raw in enumerate(loader):
-            place = f"batch {index} of the validation loader"
-            batch = as_batch(raw, place)
+            batch_name = f"batch {index} of the validation loader"
+            batch = as_batch(raw, batch_name)
             prediction = posterior.predict_batch(batch.inputs).cpu()
             answers = answers_of(prediction)
-            with located(place):
+            with located(batch_name):
                 missing = np.full((len(answers), answers.shape[-1]), np.nan)
                 labels = batch.labels
                 if isinstance(prediction, Prediction):
-                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, IGNORE_INDEX, place)
+                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, IGNORE_INDEX, batch_name)
                 correct = missing if labels is None else correctness(answers, labels)
             positions = np.arange(correct.shape[1])
             if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:

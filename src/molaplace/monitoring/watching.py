@@ -211,8 +211,8 @@ class Watch:
         streams = []
         for index, stream in enumerate(self.streams):
             for part in ("scores", "evidence", "fall"):
-                named = _arrays(getattr(stream, part))
-                arrays |= {f"streams.{index}.{part}.{name}": array for name, array in named.items()}
+                values = _arrays(getattr(stream, part))
+                arrays |= {f"streams.{index}.{part}.{name}": array for name, array in values.items()}
             arrays |= {f"streams.{index}.window.{name}": array for name, array in stream.window.items()}
             evidence = {part: _numbers(getattr(stream, part)) for part in ("evidence", "fall")}
             streams.append({"name": stream.name, "correct": stream.correct, **evidence})
