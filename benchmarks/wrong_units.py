@@ -69,7 +69,9 @@ def measure(title: str, suite: StoredSuite) -> list[dict[str, Any]]:
                 "score": name,
                 "false_alarms": float((inside > threshold).double().mean()),
             }
-            row["auroc"] = {place: auroc(inside, scores(posterior, held_out[place])) for place in outliers}
+            row["auroc"] = {
+                outlier_set: auroc(inside, scores(posterior, held_out[outlier_set])) for outlier_set in outliers
+            }
             raised = {f"{factor:g}": scores(posterior, held_out[f"{factor:g}"]) > threshold for factor in FACTORS}
             rows.append(row | {"alarms": {factor: float(alarms.double().mean()) for factor, alarms in raised.items()}})
     return rows

@@ -98,7 +98,9 @@ def main() -> None:
         some = mixture.predict(rotate(test_images[:3], angle))
         columns = (some.confidence, some.aleatoric, some.epistemic, some.ood_score)
         for truth, label, *numbers in zip(test_labels[:3], some.label, *columns, strict=True):
-            print(f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
+            print(
+                f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{number:11.3f}" for number in numbers[1:])
+            )
 
     # The files are safetensors and JSON; pickle is not used. Loading checks that these networks are the ones that were fitted.
     folder = mixture.save(options.output / "digits-posterior")

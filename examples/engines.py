@@ -100,12 +100,12 @@ def main() -> None:
     chosen = options.engine or [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
     for name in chosen:
         start = time.perf_counter()
-        found = globals()[f"with_{name}"](predictor, frame).sort_values("id", ignore_index=True)
+        predictions = globals()[f"with_{name}"](predictor, frame).sort_values("id", ignore_index=True)
         numbers = plain.select_dtypes("number").columns
-        gap = np.abs(found[numbers].to_numpy(float) - plain[numbers].to_numpy(float)).max()
-        same = bool((found["class"].to_numpy(str) == plain["class"].to_numpy(str)).all())
+        gap = np.abs(predictions[numbers].to_numpy(float) - plain[numbers].to_numpy(float)).max()
+        same = bool((predictions["class"].to_numpy(str) == plain["class"].to_numpy(str)).all())
         print(
-            f"{name}: {len(found)} rows, {time.perf_counter() - start:.0f} s; largest difference {gap:.1e}, same classes: {same}"
+            f"{name}: {len(predictions)} rows, {time.perf_counter() - start:.0f} s; largest difference {gap:.1e}, same classes: {same}"
         )
     for name in PACKAGES.keys() - set(chosen):
         print(f"{name}: not selected, or not installed")

@@ -156,15 +156,17 @@ def main() -> None:
         "words of all topics, shuffled": [" ".join(draw.sample(" ".join(test_texts).split(), 9)) for _ in range(100)],
     }
     for name, texts in groups.items():
-        found = posterior.predict(list(batches(tokenizer, texts)))
+        prediction = posterior.predict(list(batches(tokenizer, texts)))
         plain = single.predict(list(batches(tokenizer, texts)))
-        alarm = float((found.ood_score > threshold).float().mean())
-        print(f"{name:32}{alarm:8.0%}{found.confidence.mean():20.1%}{plain.confidence.mean():24.1%}")
+        alarm = float((prediction.ood_score > threshold).float().mean())
+        print(f"{name:32}{alarm:8.0%}{prediction.confidence.mean():20.1%}{plain.confidence.mean():24.1%}")
 
     print("\nSingle messages:")
     some = [test_texts[0], test_texts[100], test_texts[200], groups["about music"][0], groups["about gardens"][0]]
-    found = posterior.predict(list(batches(tokenizer, some)))
-    for text, label, confidence, score in zip(some, found.label, found.confidence, found.ood_score, strict=True):
+    prediction = posterior.predict(list(batches(tokenizer, some)))
+    for text, label, confidence, score in zip(
+        some, prediction.label, prediction.confidence, prediction.ood_score, strict=True
+    ):
         verdict = "ALARM" if score > threshold else ""
         print(f"  {networks[0].config.id2label[int(label)]:10}{confidence:7.1%}  {verdict:6} {text}")
 

@@ -92,7 +92,7 @@ def main() -> None:
         except ImportError as error:
             print(f"{build.__name__}: not installed ({error})")
             continue
-        count = sum(one.numel() for one in network.parameters())
+        count = sum(weight.numel() for weight in network.parameters())
         print(f"{build.__name__}: {network.size} x {network.size} pixels, {count / 1e6:.1f} million parameters")
 
 

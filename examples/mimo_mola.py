@@ -100,7 +100,7 @@ def main() -> None:
     posterior = methods["MIMO-MoLA"]
     with torch.no_grad():
         sums = posterior(test_set[0]).sum(1)
-    single, whole = (sum(parameter.numel() for parameter in one.parameters()) for one in (build(), mimo))
+    single, whole = (sum(parameter.numel() for parameter in network.parameters()) for network in (build(), mimo))
     print(f"\nMIMO has {whole:,} weights; {MEMBERS} networks would have {MEMBERS * single:,}.")
     print(f"The probabilities of MIMO-MoLA sum to 1 to within {float((sums - 1).abs().max()):.0e}.")
 

@@ -64,8 +64,8 @@ def shifted(pictures: Tensor, seed: int) -> Tensor:
     return 0.2 + 0.45 * pictures + 0.12 * noise
 
 
-def block(given: int, made: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(given, made, 3, padding=1), nn.BatchNorm2d(made), nn.ReLU())
+def block(channels_in: int, channels_out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU())
 
 
 class UNet(nn.Module):
@@ -79,12 +79,12 @@ class UNet(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Return the logits, of shape (n, C, H, W)."""
-        kept = []
+        maps = []
         for level in self.down:
-            pictures = level(functional.max_pool2d(pictures, 2) if kept else pictures)
-            kept.append(pictures)
-        for level, beside in zip(self.up, reversed(kept[:-1]), strict=True):
-            pictures = level(torch.cat([functional.interpolate(pictures, scale_factor=2.0), beside], 1))
+            pictures = level(functional.max_pool2d(pictures, 2) if maps else pictures)
+            maps.append(pictures)
+        for level, skip in zip(self.up, reversed(maps[:-1]), strict=True):
+            pictures = level(torch.cat([functional.interpolate(pictures, scale_factor=2.0), skip], 1))
         return self.head(pictures)
 
 
@@ -108,15 +108,16 @@ def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], 
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
         row = panels[index]
-        one, known = pictures[:1], labels[0]
-        said = careful.predict(one)
+        picture = pictures[:1]
+        truth = labels[0]
+        prediction = careful.predict(picture)
         maps = {
-            "picture": one[0].permute(1, 2, 0).clamp(0, 1),
-            "labels": torch.where(known < 0, torch.nan, known.double()),
-            "confidence, MAP": plain.predict(one).confidence[0],
-            "confidence, MoLA": said.confidence[0],
-            "epistemic, MoLA": said.epistemic[0],
-            "distance, MoLA": said.distance[0].log10(),
+            "picture": picture[0].permute(1, 2, 0).clamp(0, 1),
+            "labels": torch.where(truth < 0, torch.nan, truth.double()),
+            "confidence, MAP": plain.predict(picture).confidence[0],
+            "confidence, MoLA": prediction.confidence[0],
+            "epistemic, MoLA": prediction.epistemic[0],
+            "distance, MoLA": prediction.distance[0].log10(),
         }
         limits = {"labels": (0, CLASSES - 1), "epistemic, MoLA": (0, 0.4), "distance, MoLA": (-0.5, 0.7)}
         for panel, (title, values) in zip(row, maps.items(), strict=True):
@@ -153,15 +154,18 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
     """Return metrics for pixels of known classes, and the AUROC of the OOD score for detecting rings."""
-    said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
-    known, scores = truth >= 0, said.ood_score.flatten()
-    probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]
+    prediction = method.predict([pictures[:30], pictures[30:]])
+    scores = prediction.ood_score.flatten()
+    truth = labels.flatten()
+    known = truth >= 0
+    probs = prediction.probs.movedim(prediction.axis, -1).flatten(0, -2)[known]
+    truth = truth[known]
     return {
         "accuracy": accuracy(probs, truth),
         "confidence": mean_confidence(probs),
         "nll": negative_log_likelihood(probs, truth),
         "ece": expected_calibration_error(probs, truth),
-        "distance": None if said.distance is None else float(said.distance.median()),
+        "distance": None if prediction.distance is None else float(prediction.distance.median()),
         "rings": None if known.all() else auroc(scores[known], scores[~known]),
     }
 
@@ -179,7 +183,7 @@ def main() -> None:
     for name, method in methods.items():
         for kind, pictures in sets.items():
             row = measured(method, *pictures)
-            cells = ["" if row[one] is None else format(row[one], form) for one, form in columns.items()]
+            cells = ["" if row[column] is None else format(row[column], form) for column, form in columns.items()]
             print(f"{name:15}{kind:11}" + "".join(f"{cell:>11}" for cell in cells))
 
     options.output.mkdir(parents=True, exist_ok=True)

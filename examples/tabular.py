@@ -63,7 +63,7 @@ def compare(rows, labels, seed: int) -> None:
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
     """Print the shares of correct rows and of rows with mistakes that raise the alarm, averaged over several splits."""
-    found: dict[str, list] = {}
+    shares: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
         train, rest, train_labels, _ = parts
@@ -78,11 +78,11 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
             alarm = model.ood_score(some) > threshold
             outside = ((some < low - margin) | (some > high + margin)).any(1)
             confidence = model.predict_proba(some).max(1)
-            found.setdefault(name, []).append((alarm.mean(), outside.mean(), confidence.mean()))
+            shares.setdefault(name, []).append((alarm.mean(), outside.mean(), confidence.mean()))
 
     print(f"\n{len(test)} test rows, without and with mistakes; means over {SPLITS} splits:\n")
     print(f"{'':34}{'alarm by ood_score':>20}{'column out of range':>24}{'confidence':>13}")
-    for name, splits in found.items():
+    for name, splits in shares.items():
         alarm, outside, confidence = np.mean(splits, axis=0)
         print(f"{name:34}{alarm:20.0%}{outside:24.0%}{confidence:13.1%}")
     print(
@@ -94,8 +94,8 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
 def calibration_error(probs, labels, bins: int = 10) -> float:
     """Return the expected calibration error: the gap between confidence and accuracy, averaged over confidence bins."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
-    place = np.minimum((confidence * bins).astype(int), bins - 1)
-    gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
+    bin_of_row = np.minimum((confidence * bins).astype(int), bins - 1)
+    gaps = [abs((confidence[bin_of_row == index] - right[bin_of_row == index]).sum()) for index in range(bins)]
     return float(sum(gaps) / len(labels))
 
 

@@ -79,12 +79,12 @@ def draw(methods, data, path: Path) -> None:
     figure, panels = plt.subplots(1, len(methods), figsize=(16, 3.7), sharey=True, layout="constrained")
     for panel, (name, method) in zip(panels, methods.items(), strict=True):
         confidence = method(plane).amax(1).reshape(len(axis), len(axis))
-        shown = panel.imshow(
+        image = panel.imshow(
             confidence.numpy(), extent=(-REACH, REACH, -REACH, REACH), origin="lower", vmin=0.5, vmax=1.0, cmap="Blues"
         )
         panel.scatter(*points.T, c=labels, cmap="spring", s=7, edgecolors="black", linewidths=0.2)
         panel.set_title(name)
-    figure.colorbar(shown, ax=panels, label="confidence", shrink=0.9)
+    figure.colorbar(image, ax=panels, label="confidence", shrink=0.9)
     figure.savefig(path, dpi=120)
     print(f"\nWrote {path}")
 

@@ -36,19 +36,21 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, curve(x) + 0.15 * torch.randn(count, 1, generator=generator)
 
 
-def draw(said: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[Tensor, Tensor], wide: bool) -> Figure:
+def draw(
+    predictions: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[Tensor, Tensor], wide: bool
+) -> Figure:
     """Draw one panel per method."""
     figure = Figure(figsize=(9.0, 2.9) if wide else (4.4, 6.6), facecolor="white", layout="constrained")
-    rows, columns = (1, len(said)) if wide else (len(said), 1)
+    rows, columns = (1, len(predictions)) if wide else (len(predictions), 1)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True)
-    for panel, (name, one) in zip(panels, said.items(), strict=True):
-        lower, upper = one.interval(0.9)
+    for panel, (name, prediction) in zip(panels, predictions.items(), strict=True):
+        lower, upper = prediction.interval(0.9)
         x = grid[:, 0]
         panel.fill_between(x, lower[:, 0], upper[:, 0], color=PALE, linewidth=0)
-        noise = 1.645 * one.aleatoric.sqrt()
+        noise = 1.645 * prediction.aleatoric.sqrt()
         for sign in (-1, 1):
-            panel.plot(x, (one.mean + sign * noise)[:, 0], color=BLUE, linewidth=0.7, linestyle=(0, (4, 3)))
-        panel.plot(x, one.mean[:, 0], color=BLUE, linewidth=2)
+            panel.plot(x, (prediction.mean + sign * noise)[:, 0], color=BLUE, linewidth=0.7, linestyle=(0, (4, 3)))
+        panel.plot(x, prediction.mean[:, 0], color=BLUE, linewidth=2)
         panel.plot(x, curve(grid)[:, 0], color=INK, linewidth=1)
         panel.scatter(*(part[:, 0] for part in train), s=4, color=INK, alpha=0.5, linewidths=0)
         panel.set_title(name, color=INK, fontsize=10)
@@ -72,14 +74,14 @@ def main() -> None:
         "MoLA by distance": mola.fit(networks, [train], [held], rule="distance", **common),
     }
     grid = torch.linspace(-6, 6, 601)[:, None]
-    said = {name: posterior.predict(grid) for name, posterior in methods.items()}
-    places = {
+    predictions = {name: posterior.predict(grid) for name, posterior in methods.items()}
+    regions = {
         "inside": torch.tensor([[-2.0], [2.0]]),
         "gap": torch.tensor([[0.0]]),
         "beyond": torch.tensor([[-6.0], [6.0]]),
     }
     numbers = {
-        name: {place: float(posterior.predict(x).std.mean()) for place, x in places.items()}
+        name: {region: float(posterior.predict(x).std.mean()) for region, x in regions.items()}
         | {"nll": float(-posterior.predict(held[0]).log_prob(held[1]).mean())}
         for name, posterior in methods.items()
     }
@@ -88,7 +90,7 @@ def main() -> None:
     mpl.rcParams.update({"font.size": 9, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK})
     for wide in (True, False):
         path = ROOT / "docs" / "images" / ("gap.png" if wide else "gap-narrow.png")
-        draw(said, grid, train, wide).savefig(path, dpi=160)
+        draw(predictions, grid, train, wide).savefig(path, dpi=160)
 
 
 if __name__ == "__main__":

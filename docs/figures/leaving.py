@@ -63,12 +63,12 @@ def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Se
     left, right, bottom = (0.1, 0.8, 0.08) if wide else (0.13, 0.72, 0.1)
     axes = figure.add_axes((left, bottom, right - left, top - bottom))
     axes.set_xlim(-0.07, 1.07)
-    shown = range(0, len(STEPS), 2 if wide else 4)
+    columns = range(0, len(STEPS), 2 if wide else 4)
     size = 0.13 * height if wide else 0.1 * height  # inches
-    for place in shown:
-        middle = left + (right - left) * (STEPS[place] + 0.07) / 1.14
+    for column in columns:
+        middle = left + (right - left) * (STEPS[column] + 0.07) / 1.14
         panel = figure.add_axes((middle - size / width / 2, top + 0.015, size / width, size / height))
-        panel.imshow(pictures[place].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        panel.imshow(pictures[column].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
         panel.set_xticks([])
         panel.set_yticks([])
         panel.spines[:].set_color("#c8ced4")
@@ -105,8 +105,13 @@ def main() -> None:
     }
     digits, pieces = images[test_rows], photographs(len(test_rows))
     sets = [torch.lerp(digits, pieces, step) for step in STEPS]
-    confidence = {name: [mola.metrics.mean_confidence(one(x)) for x in sets] for name, one in methods.items()}
-    accuracy = {name: [mola.metrics.accuracy(one(x), labels[test_rows]) for x in sets] for name, one in methods.items()}
+    confidence = {
+        name: [mola.metrics.mean_confidence(predictor(x)) for x in sets] for name, predictor in methods.items()
+    }
+    accuracy = {
+        name: [mola.metrics.accuracy(predictor(x), labels[test_rows]) for x in sets]
+        for name, predictor in methods.items()
+    }
     settings = {"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     with mpl.rc_context(settings):
         for wide, name in ((True, "leaving.png"), (False, "leaving-narrow.png")):

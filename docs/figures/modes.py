@@ -94,27 +94,27 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
 def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]) -> Figure:
     """Draw the posterior between the modes in the top row and around each mode in the bottom row."""
     figure = Figure(figsize=(10.4, 4.6) if wide else (4.4, 4.9), layout="constrained")
-    shown = local if wide else local[:3]
-    grid = figure.add_gridspec(2, len(shown), height_ratios=(1.25, 1))
+    modes = local if wide else local[:3]
+    grid = figure.add_gridspec(2, len(modes), height_ratios=(1.25, 1))
     above = figure.add_subplot(grid[0, :])
     quiet_axes(above)
-    for index, values in enumerate(lines[: len(shown) - 1]):
+    for index, values in enumerate(lines[: len(modes) - 1]):
         above.plot(np.linspace(index, index + 1, STEPS), values, color=INK, linewidth=1.4)
-    above.scatter(range(len(shown)), peaks[: len(shown)], marker="*", s=170, color=COLOURS["MoLA"], zorder=3)
-    above.set_xticks(range(len(shown)), [f"mode {index + 1}" for index in range(len(shown))])
+    above.scatter(range(len(modes)), peaks[: len(modes)], marker="*", s=170, color=COLOURS["MoLA"], zorder=3)
+    above.set_xticks(range(len(modes)), [f"mode {index + 1}" for index in range(len(modes))])
     above.set_ylabel("log posterior (nats)")
     above.set_title("Modes of one posterior" + (", with valleys between them" if wide else ""))
-    for index, one in enumerate(shown):
+    for index, mode in enumerate(modes):
         panel = figure.add_subplot(grid[1, index])
         quiet_axes(panel)
-        panel.fill_between(one["scales"], one["true"], color=COLOURS["MAP"], alpha=0.35, linewidth=0)
-        panel.plot(one["scales"], one["laplace"], color=COLOURS["DE"])
+        panel.fill_between(mode["scales"], mode["true"], color=COLOURS["MAP"], alpha=0.35, linewidth=0)
+        panel.plot(mode["scales"], mode["laplace"], color=COLOURS["DE"])
         panel.scatter([1], [0], marker="*", s=170, color=COLOURS["MoLA"], zorder=3, clip_on=False)
         panel.set_yticks([])
         panel.set_ylim(bottom=0)
         panel.set_xlim(*SCALES)
         panel.set_xticks([0.5, 1, 1.5], ["½", "1", "1½"])
-        if index == len(shown) // 2:
+        if index == len(modes) // 2:
             panel.set_xlabel("scale of the last layer's weights")
         if index == 0:
             panel.set_title("Around each mode")
@@ -159,7 +159,9 @@ def main() -> None:
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float64)
     plane = torch.cartesian_prod(axis, axis).flip(1)
     with torch.no_grad():
-        maps = {name: one(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
+        maps = {
+            name: predictor(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, predictor in predictors.items()
+        }
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
         for wide, ending in ((True, ""), (False, "-narrow")):
@@ -177,14 +179,14 @@ def main() -> None:
             for (first, second), values in zip(pairwise(peaks), lines, strict=True)
         ),
         "total_variation_laplace": [
-            float(np.trapezoid(abs(one["true"] - one["laplace"]), one["scales"]) / 2) for one in local
+            float(np.trapezoid(abs(mode["true"] - mode["laplace"]), mode["scales"]) / 2) for mode in local
         ],
         "mean_validation_confidence": {
-            name: mola.metrics.mean_confidence(one(validation[0][0])) for name, one in predictors.items()
+            name: mola.metrics.mean_confidence(predictor(validation[0][0])) for name, predictor in predictors.items()
         },
         "validation_accuracy": {
-            name: float((one(validation[0][0]).argmax(1) == held_out.labels).double().mean())
-            for name, one in predictors.items()
+            name: float((predictor(validation[0][0]).argmax(1) == held_out.labels).double().mean())
+            for name, predictor in predictors.items()
         },
         "mean_far_confidence": {name: float(values[far].mean()) for name, values in maps.items()},
         "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("LLLA", "MoLA")},

@@ -14,11 +14,11 @@ def main() -> None:
     """Train and evaluate the networks, draw the maps and write the numbers."""
     example = runpy.run_path(str(ROOT / "examples" / "segmentation.py"))
     methods, sets = example["study"](0, 300)
-    found = {
+    metrics = {
         name: {kind: example["measured"](method, *pictures) for kind, pictures in sets.items()}
         for name, method in methods.items()
     }
-    entries = [f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items()]
+    entries = [f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in metrics.items()]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
     (ROOT / "benchmarks" / "results" / "segmentation.json").write_text(text, encoding="utf-8")
     example["draw"](methods, sets, ROOT / "docs" / "images" / "segmentation.png")

@@ -28,7 +28,7 @@ ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 """Files that the navigation always includes."""
 
 
-def place(path: str) -> str:
+def site_path(path: str) -> str:
     """Return the path, relative to `docs/`, that a repository file has among the site's source files."""
     if _is_page(path):
         return path.removeprefix("docs/")
@@ -47,28 +47,28 @@ def _is_page(path: str) -> bool:
 def links(markdown: str, folder: str) -> list[str]:
     """Return the existing files and folders outside `docs/` that a page in `folder` links to."""
     plain = FENCED.sub("", markdown)
-    found = {posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(plain)}
-    return sorted(path for path in found if not (_is_page(path) or path.startswith("..")) and (ROOT / path).exists())
+    targets = {posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(plain)}
+    return sorted(path for path in targets if not (_is_page(path) or path.startswith("..")) and (ROOT / path).exists())
 
 
 def _content(path: str) -> str | None:
     """Return the Markdown text of the page for a path, or None if the file is copied unchanged."""
     whole = ROOT / path
     if whole.is_dir():
-        inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
-        by_folder = groupby(inside, key=lambda one: one.parent.relative_to(whole))
+        inside = sorted(file for file in whole.rglob("*") if file.is_file() and not _hidden(file.relative_to(ROOT)))
+        by_folder = groupby(inside, key=lambda file: file.parent.relative_to(whole))
         lines = [f"* {inner.as_posix()}/: {_listed(files, whole)}" for inner, files in by_folder]
         return f"{UNSEARCHED}# `{path}/`\n\n" + "\n".join(lines) + "\n"
     if whole.suffix == ".md":
         return whole.read_text(encoding="utf-8")
-    if place(path).endswith(".md"):
+    if site_path(path).endswith(".md"):
         language = LANGUAGES.get(whole.suffix, "text")
         return f"{UNSEARCHED}# `{path}`\n\n````{language}\n{whole.read_text(encoding='utf-8')}````\n"
     return None
 
 
 def _listed(files: Iterable[Path], folder: Path) -> str:
-    return ", ".join(f"[{one.name}]({one.relative_to(folder).as_posix()})" for one in files)
+    return ", ".join(f"[{file.name}]({file.relative_to(folder).as_posix()})" for file in files)
 
 
 def _hidden(path: Path) -> bool:
@@ -89,9 +89,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         content = _content(path)
         inclusion = InclusionLevel.INCLUDED if path in ALWAYS else InclusionLevel.NOT_IN_NAV
         if content is None:
-            files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path), inclusion=inclusion))
+            files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path), inclusion=inclusion))
         else:
-            files.append(File.generated(config, place(path), content=content, inclusion=inclusion))
+            files.append(File.generated(config, site_path(path), content=content, inclusion=inclusion))
             folder = path if (ROOT / path).is_dir() else posixpath.dirname(path)
             waiting += links(content, folder)
     return files
@@ -103,13 +103,13 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     path = uri.removeprefix(HERE) if uri.startswith(HERE) else f"docs/{uri}"
     folder = posixpath.dirname(path)
 
-    def moved(match: re.Match[str]) -> str:
+    def site_link(match: re.Match[str]) -> str:
         start, target = match.groups()
         aim = posixpath.normpath(posixpath.join(folder, target))
         if aim.startswith("..") or not (ROOT / aim).exists():
             return match.group()  # left unchanged, so that MkDocs warns about it
-        return start + posixpath.relpath(place(aim), posixpath.dirname(uri) or ".")
+        return start + posixpath.relpath(site_path(aim), posixpath.dirname(uri) or ".")
 
     parts = FENCED.split(markdown)
-    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(site_link, part) for part in parts[::2]]
     return "".join(parts)
