@@ -101,8 +101,8 @@ def test_the_theorem_is_the_weighted_sum_of_lemmas(structure):
 def test_the_limit_with_a_bias_in_the_head_alone(structure):
     posterior, inputs = fitted([bias_free(seed, head_bias=True) for seed in range(2)], structure=structure)
     for pooling in (1.0, 0.5):
-        moved = posterior.with_pooling(pooling)
-        assert close(moved(1e9 * inputs), moved.far_field_limit(inputs), 1e-6)
+        variant = posterior.with_pooling(pooling)
+        assert close(variant(1e9 * inputs), variant.far_field_limit(inputs), 1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -116,10 +116,10 @@ def test_the_limit_where_a_network_s_features_are_all_0(bias, pooling, exponent)
             layer.weight.copy_(torch.ones_like(layer.weight))
     inputs, labels = data()
     posterior = mola.fit(members, loader(inputs, labels, 7), weights=[0.7, 0.3])
-    moved = posterior.with_pooling(pooling).with_distance_exponent(exponent)
+    variant = posterior.with_pooling(pooling).with_distance_exponent(exponent)
     queries = inputs[inputs.sum(1) < 0]
     assert not bool(members[1][:-1](queries).any())
-    assert close(moved(1e12 * queries), moved.far_field_limit(queries), 1e-6)
+    assert close(variant(1e12 * queries), variant.far_field_limit(queries), 1e-6)
 
 
 def test_with_a_distance_exponent_limit_and_bound_are_uniform():

@@ -48,10 +48,10 @@ def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
     inputs, labels = draw(150, 2)
     READERS[reader](posterior, [(inputs, labels)])
     for order in ORDERS:
-        moved = torch.tensor(order)[labels]  # class c is now called order[c]
+        reordered_labels = torch.tensor(order)[labels]  # class c is now called order[c]
         words = ", ".join(f"{label} -> {order.index(label)}" for label in range(CLASSES))
         with pytest.raises(DataError, match=f"a different order.*networks.*{words}"):
-            READERS[reader](posterior, [(inputs, moved)])
+            READERS[reader](posterior, [(inputs, reordered_labels)])
 
 
 def test_one_network_of_another_order_among_several_is_named(posterior):

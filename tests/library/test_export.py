@@ -198,10 +198,10 @@ def test_the_file_runs_where_there_is_no_torch(several, tmp_path):
         import json, numpy as np, onnxruntime
         session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
         stored = np.load(sys.argv[2])
-        names = [one.name for one in session.get_outputs()]
-        found = dict(zip(names, session.run(names, {"input": stored["inputs"]})))
+        names = [output.name for output in session.get_outputs()]
+        outputs = dict(zip(names, session.run(names, {"input": stored["inputs"]})))
         classes = json.loads(session.get_modelmeta().custom_metadata_map["molaplace.classes"])
-        print(max(float(np.abs(found[name] - stored[name]).max()) for name in names), classes[found["label"][0]])
+        print(max(float(np.abs(outputs[name] - stored[name]).max()) for name in names), classes[outputs["label"][0]])
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(several.path), str(tmp_path / "wanted.npz")]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")

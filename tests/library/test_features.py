@@ -118,9 +118,9 @@ class TestSamePosterior:
         assert close(actual.add(of_features)(of_features[0][0]), expected.add(validation)(validation[0][0]), 1e-9)
         loaded = mola.load(actual.save(tmp_path / "posterior"), head_networks(layers(members)))
         assert torch.equal(loaded(of_features[0][0]), actual(of_features[0][0]))
-        one = mola.fit_features(features[0], outputs[0], LABELS, members[0][-1])
-        assert torch.autograd.functional.jacobian(one, features[0][:1]).abs().max() > 0
-        assert np.allclose(one.predict_proba(features[0].numpy()), one(features[0]).detach().numpy())
+        posterior = mola.fit_features(features[0], outputs[0], LABELS, members[0][-1])
+        assert torch.autograd.functional.jacobian(posterior, features[0][:1]).abs().max() > 0
+        assert np.allclose(posterior.predict_proba(features[0].numpy()), posterior(features[0]).detach().numpy())
 
 
 class TestRefused:

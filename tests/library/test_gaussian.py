@@ -313,8 +313,8 @@ def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared
     best = tuned.log_evidence()
     for precision in (0.97, 1.03):
         for factor in (0.99, 1.01):
-            moved = tuned.with_prior_precision([chosen * precision for chosen in tuned.prior_precision])
-            other = moved.with_noise(tuned.noise * factor).log_evidence()
+            neighbour = tuned.with_prior_precision([chosen * precision for chosen in tuned.prior_precision])
+            other = neighbour.with_noise(tuned.noise * factor).log_evidence()
             assert float(other.sum()) < float(best.sum())
             assert shared or bool((other < best).all())
 

@@ -154,7 +154,7 @@ BAD = {
     "scaled by a hook": (scaled_by_a_hook, rf"{LAYER}.*weight times its input.*unmodified output of {LAYER}"),
     "two of three classes": (wrapped(lambda s, x: s.head(s.body(x))[:, :2]), r"'head'.*\(12, 3\).*\(12, 2\).*returns the output of"),
     "two heads": (two_heads, r"'auxiliary'.*\(12, 6\), perhaps .*several heads.*such as 'auxiliary', unchanged"),
-    "one logit": (wrapped(lambda s, x: s.one(s.body(x)), one=lambda: nn.Linear(4, 1)), r"at least 2 classes.*bernoulli"),
+    "one logit": (wrapped(lambda s, x: s.logit(s.body(x)), logit=lambda: nn.Linear(4, 1)), r"at least 2 classes.*bernoulli"),
     "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network with an nn.Linear"),
     "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus its bias"),
     "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*logits=lambda"),
@@ -190,17 +190,17 @@ def test_scripted_and_quantised_networks_are_refused_with_the_reason():
     assert find_head(nn.Sequential(body, network[1]), X.float()).name == "1"
 
 
-NAMED = {
+WRONG_NAMES = {
     "classifier": r"'classifier'.*is not a module.*'head', 'auxiliary'",
     "body.1": r"'body\.1' is a Tanh, not an nn\.Linear.*'head', 'auxiliary'",
     "auxiliary": r"head 'auxiliary' was passed.*output of layer 'head'.*head='head'.*None",
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", WRONG_NAMES)
 def test_a_wrong_name_is_refused(name):
     network = GOOD["second head runs last"](make_body(), nn.Linear(4, 3))
-    with unchanged(network), pytest.raises(HeadError, match=f"(?s){NAMED[name]}"):
+    with unchanged(network), pytest.raises(HeadError, match=f"(?s){WRONG_NAMES[name]}"):
         find_head(network, X, name)
 
 
@@ -235,7 +235,7 @@ def test_a_network_that_stops_returning_its_heads_output_is_noticed():
 SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 0]}
 
 
-@pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN], ids=lambda one: one.name)
+@pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN], ids=lambda likelihood: likelihood.name)
 @pytest.mark.parametrize("take", [*SQUEEZED.values(), lambda out: out], ids=[*SQUEEZED, "matrix"])
 def test_one_output_may_be_squeezed(likelihood, take):
     network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()

@@ -119,8 +119,8 @@ class TestOutlierScore:
     def test_does_not_depend_on_the_prior_precision(self, structure):
         inputs, labels = data()
         posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure)
-        moved = posterior.with_prior_precision(1e-5)
-        assert torch.equal(posterior.predict(inputs).ood_score, moved.predict(inputs).ood_score)
+        variant = posterior.with_prior_precision(1e-5)
+        assert torch.equal(posterior.predict(inputs).ood_score, variant.predict(inputs).ood_score)
 
     def test_ignores_the_length_of_the_features(self, structure):
         network = nn.Sequential(nn.Linear(3, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False))

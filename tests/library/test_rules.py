@@ -250,8 +250,8 @@ class TestEvidence:
         tuned = posterior.tune(rule=Evidence())
         best = float(tuned.log_evidence()[0])
         for factor in (1e-3, 0.99, 1.01, 1e3):
-            moved = posterior.with_prior_precision(tuned.prior_precision[0] * factor)
-            assert float(moved.log_evidence()[0]) < best
+            neighbour = posterior.with_prior_precision(tuned.prior_precision[0] * factor)
+            assert float(neighbour.log_evidence()[0]) < best
         at = torch.tensor(tuned.prior_precision[0], requires_grad=True)
         posterior.components[0].log_evidence(at).backward()
         assert abs(float(at.grad * at.detach())) < 1e-4
@@ -268,8 +268,8 @@ class TestEvidence:
             assert precision == pytest.approx(alone.prior_precision[0], rel=1e-9)
         assert float(apart.log_evidence().sum()) > float(shared.log_evidence().sum())
         for factor in (0.98, 1.02):
-            moved = posterior.with_prior_precision(shared.prior_precision[0] * factor)
-            assert float(moved.log_evidence().sum()) < float(shared.log_evidence().sum())
+            neighbour = posterior.with_prior_precision(shared.prior_precision[0] * factor)
+            assert float(neighbour.log_evidence().sum()) < float(shared.log_evidence().sum())
 
 
 class TestValues:

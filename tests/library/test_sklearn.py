@@ -129,8 +129,10 @@ def test_units_offsets_and_constant_features_have_no_effect():
     """Also an offset that float32 could not hold: the features are one part in 10^9 of it."""
     rows, labels = blobs()
     model = quick().fit(rows, labels)
-    moved = quick().fit(rows * 1e-3 + 1e6, labels)
-    np.testing.assert_allclose(moved.predict_proba(rows * 1e-3 + 1e6), model.predict_proba(rows), rtol=1e-3, atol=1e-5)
+    rescaled_model = quick().fit(rows * 1e-3 + 1e6, labels)
+    np.testing.assert_allclose(
+        rescaled_model.predict_proba(rows * 1e-3 + 1e6), model.predict_proba(rows), rtol=1e-3, atol=1e-5
+    )
     constant = quick().fit(np.hstack([rows, np.full((len(rows), 1), 0.1)]), labels)
     assert constant.scale_[-1] == 1.0
 

@@ -412,11 +412,11 @@ def test_missing_labels_wait():
 def test_the_alarm_for_accuracy_is_raised_by_a_fall_and_by_nothing_else():
     draw = np.random.default_rng(0)
     watch = normal_watch(tolerance=0.05)
-    kept = torch.from_numpy((draw.random(3000) > 0.9).astype(int))
-    watch.update(predicted(draw.normal(size=3000)), labels=kept)
+    labels = torch.from_numpy((draw.random(3000) > 0.9).astype(int))
+    watch.update(predicted(draw.normal(size=3000)), labels=labels)
     assert not watch.labelled.raised
-    fallen = torch.from_numpy((draw.random(300) > 0.6).astype(int))
-    watch.update(predicted(draw.normal(size=300)), labels=fallen)
+    labels_after_fall = torch.from_numpy((draw.random(300) > 0.6).astype(int))
+    watch.update(predicted(draw.normal(size=300)), labels=labels_after_fall)
     assert watch.labelled.raised
     assert abs(watch.labelled.began - 3000) < 60
     assert not watch.alarm

@@ -90,15 +90,15 @@ def test_stacking_where_predictions_depend_on_the_weights(before, exponent, pool
 
 def test_evidence_weights_follow_the_log_evidences(structure):
     posterior = fitted(structure=structure, weights="evidence")
-    moved = posterior.with_prior_precision(0.01)
-    for weighted in (posterior, moved):
+    variant = posterior.with_prior_precision(0.01)
+    for weighted in (posterior, variant):
         assert torch.allclose(weighted.weights, torch.softmax(weighted.log_evidence(), 0))
-    assert not torch.allclose(moved.weights, posterior.weights)
+    assert not torch.allclose(variant.weights, posterior.weights)
 
 
 def test_given_weights_are_kept(structure):
     posterior = fitted(structure=structure, weights=[0.2, 0.3, 0.5])
-    moved = posterior.with_prior_precision(0.1).with_link("mc").with_pooling(0.5).with_temperature(2.0)
-    assert moved.weights.tolist() == [0.2, 0.3, 0.5]
+    variant = posterior.with_prior_precision(0.1).with_link("mc").with_pooling(0.5).with_temperature(2.0)
+    assert variant.weights.tolist() == [0.2, 0.3, 0.5]
     draws = posterior.sample(20_000, generator=torch.Generator().manual_seed(0)).component
     assert close(torch.bincount(draws) / 20_000, torch.tensor([0.2, 0.3, 0.5]), 0.02)

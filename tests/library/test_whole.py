@@ -310,8 +310,8 @@ def test_the_papers_rule_and_the_evidence():
     torch.testing.assert_close(posterior.log_evidence()[0], expected, rtol=1e-10, atol=1e-9)
     best = posterior.tune(rule=Evidence(), progress=False)
     for factor in (0.9, 1.1):
-        moved = best.with_prior_precision(best.prior_precision[0] * factor)
-        assert float(moved.log_evidence()) < float(best.log_evidence())
+        neighbour = best.with_prior_precision(best.prior_precision[0] * factor)
+        assert float(neighbour.log_evidence()) < float(best.log_evidence())
     with pytest.raises(OptionError, match="distances"):
         posterior.tune([(inputs, labels)], rule="distance", progress=False)
 
