@@ -42,6 +42,8 @@ class Requests:
 
     sentences: tuple[str, ...]
     labels: tuple[int, ...]
+    intents: tuple[str, ...]
+    """Names of the intents, in the order of their indices."""
 
 
 def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
@@ -64,7 +66,7 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
         if unknown and not outside:
             raise DataError(f"{path}: {part} contains intents that are missing from train: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else indices[intent] for _, intent in examples)
-        requests[part] = Requests(tuple(sentence for sentence, _ in examples), labels)
+        requests[part] = Requests(tuple(sentence for sentence, _ in examples), labels, tuple(intents))
     return requests
 
 
