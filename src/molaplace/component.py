@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import OptionError
+from molaplace.fingerprints import digest, sampled
 from molaplace.likelihoods import Likelihood
 from molaplace.network import Head
 from molaplace.structures import Structure
@@ -72,6 +73,15 @@ class Component(nn.Module):
         self.head: Head | None = head
         self.layer: LastLayer | None = layer
         self.likelihood: Likelihood = likelihood
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the last layer, its curvature and the likelihood or, in a plain ensemble, of the network and the likelihood."""
+        layer = self.layer
+        if layer is None:
+            return digest(self.likelihood, sampled([*self.network.parameters(), *self.network.buffers()]))
+        tensors = [tensor for _, tensor in sorted(layer.sums.tensors.items())]
+        return digest(self.likelihood, layer.structure.name, layer.sums.count, sampled([layer.weights, *tensors]))
 
     @property
     def width(self) -> int | None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError
+from molaplace.fingerprints import digest
 from molaplace.function import PosteriorFunction, drawn_from
 from molaplace.joint import JointPrediction
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
@@ -125,6 +126,9 @@ class LaplaceMixture(Predictor):
             self.weights = weights
         else:
             self.weights = uniform_weights(count) if weights == "uniform" else self._weights_at(self.settings)
+        given_weights = self.weights.tolist() if self.weighting == "given" else self.weighting
+        parts = [component.fingerprint for component in components]
+        self.fingerprint = digest(parts, self.settings, link, given_weights, reference)
 
     def _training_reference(self) -> Reference | None:
         distances = self.distances

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError
+from molaplace.fingerprints import digest
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood, RegressionLikelihood, as_likelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.network import Inputs, evaluating, one_batch
@@ -53,6 +54,9 @@ class Mixture(Predictor):
         count = len(members)
         self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
         self.likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
+        parts = [getattr(member, "fingerprint", None) for member in members]
+        if None not in parts:
+            self.fingerprint = digest(parts, self.weights.tolist(), self.likelihood)
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or, for regression, means (n, D). Members that draw samples use the generator."""
@@ -82,7 +86,8 @@ class Mixture(Predictor):
         """Predict one batch; members that draw samples use `seed`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
             return self._predict_regression(inputs, seed)
-        return prediction_of(torch.stack(self._member_outputs(inputs, seed)), self.weights, self.likelihood)
+        members = torch.stack(self._member_outputs(inputs, seed))
+        return prediction_of(members, self.weights, self.likelihood, self.fingerprint)
 
     def _predict_regression(self, inputs: Inputs, seed: int | None) -> RegressionPrediction:
         distributions = [member for member in self.predictors if isinstance(member, Predictor)]
@@ -93,11 +98,12 @@ class Mixture(Predictor):
             )
         if distributions:
             parts = [member.predict_batch(inputs, seed) for member in distributions]
-            return RegressionPrediction.mixed(parts, self.weights)
+            return RegressionPrediction.mixed(parts, self.weights, self.fingerprint)
+        # None of the members is a Predictor, so the mixture has no fingerprint.
         return prediction_of(torch.stack(self._member_outputs(inputs, seed)), self.weights, self.likelihood)
 
 
-def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood) -> Any:
+def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood, fingerprint: str | None = None) -> Any:
     """Return the prediction of a mixture with weights (K,) whose members return only probabilities (K, n, C) or means (K, n, D)."""
     if isinstance(likelihood, RegressionLikelihood):
         return RegressionPrediction.of_means(members, weights, likelihood)
@@ -115,6 +121,7 @@ def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood) -> A
             "ood_score": distribution.outlier_score(),
         },
         likelihood=likelihood,
+        fingerprint=fingerprint,
     )
 
 

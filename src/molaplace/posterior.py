@@ -80,6 +80,7 @@ class MoLA(LaplaceMixture):
             "likelihood": self.likelihood,
             "axis": layout.axis if layout.sizes else -1,
             "ood_score_name": self.ood_score_name,
+            "fingerprint": self.fingerprint,
         }
         if not self.likelihood.classification:
             fields = self.by_rows(captured, self._regression_fields)

@@ -44,6 +44,8 @@ class _Fields:
     likelihood: Any
     ood_score_name: str
     """Name of the outlier score."""
+    fingerprint: str | None
+    """Digest of the predictor and its settings, or None if unknown."""
     _fields: dict[str, Tensor]
     _details: Details | None
     """Function that computes all fields that are not in `_fields`, or None if there are no others."""
@@ -212,8 +214,10 @@ class Prediction(_Fields):
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
+        fingerprint: str | None = None,
     ) -> None:
-        super().__init__(fields, details, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "fingerprint": fingerprint}
+        super().__init__(fields, details, **shared)
 
     @property
     def probs(self) -> Tensor:
@@ -317,8 +321,10 @@ class RegressionPrediction(_Fields):
         ood_score_name: str = "variance",
         likelihood: Likelihood = GAUSSIAN,
         axis: int = -1,
+        fingerprint: str | None = None,
     ) -> None:
-        super().__init__(fields, weights=weights, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "fingerprint": fingerprint}
+        super().__init__(fields, None, weights=weights, **shared)
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: RegressionLikelihood) -> RegressionPrediction:
@@ -333,7 +339,9 @@ class RegressionPrediction(_Fields):
         return cls(fields, weights=weights, likelihood=likelihood)
 
     @classmethod
-    def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
+    def mixed(
+        cls, parts: Sequence[RegressionPrediction], weights: Tensor, fingerprint: str | None = None
+    ) -> RegressionPrediction:
         """Mix several predictions for the same inputs. Outlier scores and distances are averaged."""
 
         def averaged(name: str) -> Tensor:
@@ -351,6 +359,7 @@ class RegressionPrediction(_Fields):
             ood_score_name=" + ".join(dict.fromkeys(part.ood_score_name for part in parts)),
             likelihood=parts[0].likelihood,
             axis=parts[0].axis,
+            fingerprint=fingerprint,
         )
 
     @property

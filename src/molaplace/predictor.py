@@ -26,6 +26,8 @@ class Predictor(nn.Module, ABC):
     """Likelihood of the predictions."""
     weights: Tensor
     """Mixture weights (K,)."""
+    fingerprint: str | None = None
+    """Short digest of the predictor and its settings, which its predictions carry; None if unknown."""
 
     @abstractmethod
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:

@@ -54,7 +54,7 @@ def three(outputs=3):
 def assert_same(first, second):
     with torch.no_grad():
         assert_close(first(FAR), second(FAR), "float64")
-    for name in ("settings", "weighting", "link", "tuning", "reference"):
+    for name in ("settings", "weighting", "link", "tuning", "reference", "fingerprint"):
         assert getattr(first, name) == getattr(second, name), name
     assert torch.equal(first.weights, second.weights)
     for left, right in zip(first.components, second.components, strict=True):

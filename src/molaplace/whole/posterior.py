@@ -129,7 +129,8 @@ class WholeMoLA(LaplaceMixture):
 
         with_jacobians = self._with_jacobians(captured, [(inputs, captured.layout.inputs)])
         # All fields are computed together, because the Jacobians dominate the cost.
-        return Prediction(self.by_rows(with_jacobians, compute), likelihood=likelihood)
+        fields = self.by_rows(with_jacobians, compute)
+        return Prediction(fields, likelihood=likelihood, fingerprint=self.fingerprint)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
