@@ -103,8 +103,8 @@ def bench(
         typer.Option(
             metavar="NAMES",
             help="Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. 'all' "
-            "does not include tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO) or "
-            "whole (all layers)",
+            "does not include scaling (JUCAL, structured scaling), tempered (temperature scaling first), many-classes (1000 classes), "
+            "beyond (SWAG and MIMO) or whole (all layers)",
         ),
     ] = "main",
     results: Results = Path("results"),

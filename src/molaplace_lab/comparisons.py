@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from molaplace_lab.methods import RULES, WEIGHTS, LastLayerMethod, Method
 from molaplace_lab.mimo import MimoHeads
+from molaplace_lab.scaling import ScaledEnsemble
 from molaplace_lab.suite import Budget
 from molaplace_lab.swag import SwagMixture
 from molaplace_lab.whole import WholeNetworks
@@ -18,9 +19,10 @@ LONG = ("beyond", "whole")
 """Comparisons that take hours: "beyond" covers methods that train networks, and "whole" covers Laplace approximations of whole
 networks. Reports add the methods of these comparisons to the tables of the "main" comparison."""
 
-SEPARATE = (*LONG, "tempered", "many-classes")
-"""Comparisons that are not part of "all". "tempered" applies Laplace approximations after temperature scaling and is intended for
-underconfident networks. "many-classes" covers the structures and links that are feasible with a thousand classes."""
+SEPARATE = (*LONG, "scaling", "tempered", "many-classes")
+"""Comparisons that are not part of "all". "scaling" calibrates the ensemble's logits with more parameters than a temperature; reports
+add its methods to the tables of the "main" comparison. "tempered" applies Laplace approximations after temperature scaling and is
+intended for underconfident networks. "many-classes" covers the structures and links that are feasible with a thousand classes."""
 
 COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *SEPARATE)
 """All comparisons, in order: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; mixtures
@@ -49,6 +51,11 @@ def methods_of(comparison: str, budget: Budget) -> list[Method]:
             SwagMixture("MultiSWAG", budget.swag),
             MimoHeads(LastLayerMethod("MIMO", detectors=True), budget.mimo),
             MimoHeads(LastLayerMethod("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+        ],
+        "scaling": [
+            ScaledEnsemble("JUCAL", "jucal"),
+            ScaledEnsemble("DE-SVS", "svs"),
+            ScaledEnsemble("DE-SMS", "sms"),
         ],
         "whole": [
             WholeNetworks("MoLA (all layers)", structure="kron"),

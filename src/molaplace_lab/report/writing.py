@@ -23,6 +23,9 @@ from molaplace_lab.report.tables import ablation_groups, suite_tables
 SUITE_DESCRIPTIONS = {
     **DESCRIPTIONS,
     "MoLA": DESCRIPTIONS["MoLA (threshold)"],
+    "JUCAL": "the networks' mean logits and their disagreement, each with a factor chosen by validation log loss",
+    "DE-SVS": "the mean of the logits with structured vector scaling",
+    "DE-SMS": "the mean of the logits with structured matrix scaling",
     "SWAG": "a Gaussian fitted to the weights from the last training steps",
     "MultiSWAG": "a mixture of SWAGs",
     "MIMO": "one network that makes several predictions in one forward pass",
