@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from fractions import Fraction
 from itertools import combinations_with_replacement, product
 
@@ -114,7 +115,7 @@ def broken(masses, risks, count, rate, certainty):
     ],
 )
 def test_the_promise_is_kept_by_enumeration(masses, risks, rate):
-    count = 9
+    count = 8
     certainty = 0.8
     wrong, chosen = broken(masses, risks, count, rate, certainty)
     assert wrong <= 1 - certainty + 1e-12
@@ -123,7 +124,7 @@ def test_the_promise_is_kept_by_enumeration(masses, risks, rate):
 
 def test_sure_mistakes_cost_at_most_as_much_as_the_page_says():
     """The one assumption broken: the surest predictions err most, so that R crosses the promised rate twice."""
-    wrong, _ = broken((0.5, 0.35, 0.15), (0.9, 0.02, 0.8), 9, 0.3, 0.8)
+    wrong, _ = broken((0.5, 0.35, 0.15), (0.9, 0.02, 0.8), 8, 0.3, 0.8)
     assert wrong <= 2 * 0.2
 
 
@@ -167,6 +168,19 @@ def test_too_few_data_are_refused_with_the_number_needed(rate, certainty, needed
     assert mola.abstain_threshold(probs, labels, rate, certainty).answered == needed
 
 
+def test_an_impossible_rate_names_the_lowest_that_is_possible():
+    draw = np.random.default_rng(3)
+    s = draw.random(500)
+    probs, labels = made((1 + s) / 2, torch.from_numpy(draw.random(500) > (1 - s) / 2))
+    with pytest.raises(DataError, match="lowest error rate") as refusal:
+        mola.abstain_threshold(probs, labels, 0.001)
+    words = re.search(r"is about ([0-9.]+), with ([0-9.]+)% of them", str(refusal.value))
+    lowest, share = map(float, words.groups())
+    assert mola.abstain_threshold(probs, labels, lowest).share == pytest.approx(share / 100, abs=5e-4)
+    with pytest.raises(DataError, match="lowest error rate"):
+        mola.abstain_threshold(probs, labels, lowest - 0.01)
+
+
 @pytest.mark.parametrize(
     ("error", "words", "changes"),
     [
@@ -176,6 +190,9 @@ def test_too_few_data_are_refused_with_the_number_needed(rate, certainty, needed
         (DataError, "pass more data", {"error_rate": 0.15}),
         (DataError, "1 NaN", {"score": [math.nan] + [0.0] * 49}),
         (DataError, "each of the 50", {"labels": torch.zeros(49)}),
+        (DataError, "one-hot", {"labels": torch.zeros(50, 2)}),
+        (DataError, "names such as 'cat'", {"labels": ["cat"] * 50}),
+        (DataError, "Positions", {"prediction": torch.full((50, 2, 3, 3), 0.5)}),
         (DataError, r"row 0 sums to 1\.4", {"prediction": torch.full((50, 2), 0.7)}),
     ],
 )

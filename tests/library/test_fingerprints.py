@@ -3,8 +3,10 @@
 import pickle
 
 import pytest
+import torch
 
 import molaplace as mola
+from molaplace.errors import OptionError
 from tests.library.problems import blob_loader, networks
 
 LOADER = blob_loader()
@@ -63,3 +65,29 @@ def test_predictions_carry_it(predictor):
     versions = [prediction, prediction[3], prediction[:5], prediction.cpu(), pickle.loads(pickle.dumps(prediction))]
     assert {version.fingerprint for version in versions} == {predictor.fingerprint}
     assert mola.Mixture([lambda inputs: 0, predictor], likelihood=predictor.likelihood).fingerprint is None
+
+
+REGRESSION = mola.fit(NETWORKS, TARGETS, likelihood="gaussian", progress=False)
+LABELS = torch.cat([labels for _, labels in LOADER])
+
+
+@pytest.mark.parametrize(
+    ("predictor", "decide"),
+    [
+        (fit(), lambda prediction: mola.alarm_threshold(prediction, 0.1)),
+        (fit(), lambda prediction: mola.abstain_threshold(prediction, prediction.label, 0.1)),
+        (fit(), lambda prediction: mola.prediction_sets(prediction, LABELS)),
+        (REGRESSION, lambda prediction: mola.alarm_threshold(prediction, 0.1)),
+        (REGRESSION, lambda prediction: mola.prediction_intervals(prediction, torch.cat([t for _, t in TARGETS]))),
+    ],
+    ids=["alarm", "abstain", "sets", "alarm for regression", "intervals"],
+)
+def test_decisions_refuse_predictions_of_another_predictor(tmp_path, predictor, decide):
+    decision = pickle.loads(pickle.dumps(decide(predictor.predict(LOADER))))
+    for same in (predictor, mola.load(predictor.save(tmp_path), NETWORKS)):
+        decision(same.predict(OTHERS))
+    with pytest.raises(OptionError, match="another predictor"):
+        decision(predictor.with_temperature(2.0).predict(OTHERS))
+    if isinstance(decision, float):  # comparing numbers remains possible, and unknown predictors are not refused
+        scores = predictor.predict(OTHERS).ood_score
+        assert (scores > decision).shape == scores.shape

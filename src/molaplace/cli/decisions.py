@@ -83,7 +83,7 @@ def read_columns(folder: Path) -> dict[str, Tensor]:
 def default_alarm(scores: Tensor) -> tuple[float, float]:
     """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate if there are fewer than 19 scores."""
     rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
-    return alarm_threshold(scores, rate), rate
+    return float(alarm_threshold(scores, rate)), rate
 
 
 def outlier_threshold(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
@@ -95,7 +95,7 @@ def outlier_threshold(fitted: PosteriorFolder, false_alarm_rate: float | None) -
     if false_alarm_rate is None:
         return float(validation["outlier_threshold"])
     with _naming("--false-alarm-rate"):
-        return alarm_threshold(read_columns(fitted.folder)[SCORE], false_alarm_rate)
+        return float(alarm_threshold(read_columns(fitted.folder)[SCORE], false_alarm_rate))
 
 
 @dataclass(frozen=True)

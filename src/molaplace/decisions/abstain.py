@@ -36,16 +36,17 @@ contrast, is an average over draws of the calibration data. The guarantee does n
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from molaplace.decisions.calibration import Calibration, probs_of
 from molaplace.decisions.ranks import ROUNDING, as_numbers
-from molaplace.errors import DataError, OptionError
+from molaplace.decisions.threshold import OWN, Threshold
+from molaplace.errors import DataError
 from molaplace.numerics import as_tensor
 from molaplace.options import check_share, counted
 from molaplace.prediction import Prediction
@@ -54,30 +55,17 @@ NEGLIGIBLE = 1e-17
 """A decreasing series is truncated after the first term smaller than this fraction of the sum."""
 
 
-class AnswerThreshold(float):
-    """A score threshold that also stores the details of its guarantee.
+class AnswerThreshold(Threshold):
+    """A threshold on the confidence or on a score of your own: answer if `threshold(prediction)` is true."""
 
-    Answer if `prediction.confidence > threshold` or, for scores of any kind, if `threshold(prediction)` is true.
-    """
-
-    score: str
-    """Score to compare with the threshold: "confidence", or "own" for the user's own scores."""
     error_rate: float
     """Upper bound on the error rate of answers."""
     certainty: float
     """Probability, over draws of the calibration data, that the bound holds."""
-    count: int
-    """Number of calibration examples."""
     answered: int
     """Number of calibration examples that are answered."""
     errors: int
     """Number of calibration examples that are answered incorrectly."""
-
-    def __new__(cls, value: float, **guarantee: Any) -> Self:
-        """Create a number with the guarantee attached."""
-        threshold = super().__new__(cls, value)
-        vars(threshold).update(guarantee)
-        return threshold
 
     @property
     def share(self) -> float:
@@ -88,16 +76,16 @@ class AnswerThreshold(float):
         """Return a mask of the inputs to answer, of shape (n,).
 
         Args:
-            prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold was chosen for your own scores.
+            prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold was chosen for your own scores. A
+                prediction of another predictor, or of the same one with other settings, raises `OptionError`.
         """
-        if isinstance(prediction, Prediction) and self.score == "own":
-            raise OptionError(
-                "this threshold was chosen for your own scores. Call it with scores of shape (n,), not with a Prediction."
-            )
-        values = as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
-        if values.ndim == 2 and self.score == "confidence":  # probabilities from any library
+        if isinstance(prediction, Prediction):
+            self._check(prediction)
+            return self._above(prediction.confidence)
+        values = as_tensor(prediction)
+        if values.ndim == 2 and self.score != OWN:  # probabilities from any library
             values = probs_of(values).amax(1)
-        return values.double() > float(self)  # in float64, as when the threshold was chosen
+        return self._above(values)
 
     def __repr__(self) -> str:
         return (
@@ -152,7 +140,8 @@ def abstain_threshold(
     value, answered, errors = choice
     return AnswerThreshold(
         value if score is not None else max(value, 0.0),  # 0 instead of -inf, because every confidence is above 0
-        score="confidence" if score is None else "own",
+        score="confidence" if score is None else OWN,
+        fingerprint=calibration.fingerprint,
         error_rate=rate,
         certainty=certain,
         count=len(errors_mask),
@@ -236,15 +225,28 @@ def _walk(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> tup
     return None if best is None else (values[best], best, errors[best])
 
 
+def _lowest_rate(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> str:
+    # Name the lowest error rate above `rate`, in two significant digits, that some threshold guarantees. `_starts` depends on the rate,
+    # so now and then a slightly lower rate is possible as well.
+    rates = [digits * 10.0**power for power in range(-9, -1) for digits in range(10, 100)]
+    higher = [candidate for candidate in rates if candidate > rate]
+    index = bisect_left(higher, True, key=lambda candidate: _walk(scores, errors_mask, candidate, delta) is not None)
+    choice = _walk(scores, errors_mask, higher[index], delta) if index < len(higher) else None
+    if choice is None:
+        return ""
+    share = choice[1] / len(scores)
+    return f" The lowest error rate possible with these data is about {higher[index]:.2g}, with {share:.1%} of them answered."
+
+
 def _why_none(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> str:
     count = len(scores)
     start = f"no threshold guarantees an error rate of {rate:g} with certainty {1 - delta:g}"
+    possible = _lowest_rate(scores, errors_mask, rate, delta)
     fewest = _fewest(rate, delta)
     if count < fewest:
         return (
             f"{start} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, at least {fewest:,} are "
-            f"needed. "
-            f"Pass more data, or allow a higher error rate."
+            f"needed.{possible} Pass more data, or allow a higher error rate."
         )
     errors = errors_mask[scores.argsort(descending=True, stable=True)].long().cumsum(0)
     share, answers = min(
@@ -253,6 +255,6 @@ def _why_none(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) ->
     )
     remedy = "use a better predictor or score" if share >= rate else "pass more data"
     return (
-        f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). "
-        f"Either {remedy}, or allow a higher error rate or a lower certainty."
+        f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%})."
+        f"{possible} Either {remedy}, or allow a higher error rate or a lower certainty."
     )

@@ -8,15 +8,19 @@ predictor must not have been trained on the labels of the calibration data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from molaplace.decisions.ranks import as_numbers
 from molaplace.errors import DataError
-from molaplace.prediction import Prediction
+from molaplace.prediction import Prediction, RegressionPrediction
+
+COLUMNS = ("confidence", "label", "true_probability", "mass_above", "true_rank")
+"""Names of the columns of a `Calibration`."""
 
 SUM_TOLERANCE = 1e-3
 """Largest accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
@@ -24,8 +28,18 @@ SUM_TOLERANCE = 1e-3
 
 def probs_of(prediction: Any) -> Tensor:
     """Convert a `mola.Prediction`, or a tensor or array from any library, to probabilities (n, C) in float64 on the CPU."""
+    if isinstance(prediction, RegressionPrediction):
+        raise DataError(
+            "expected probabilities of classes, got a RegressionPrediction. For regression, use mola.prediction_intervals."
+        )
     values = prediction.probs if hasattr(prediction, "probs") else prediction
     probs = as_numbers(values, "prediction")
+    if probs.ndim > 2:
+        raise DataError(
+            f"expected one row of probabilities for each input, got predictions for each position, of shape {tuple(probs.shape)}. "
+            f"Positions of an input are not independent, so no guarantee would hold. Decide for whole inputs, with a score for each: "
+            f"mola.alarm_threshold(prediction.ood_score.flatten(1).mean(1), 0.05)."
+        )
     if probs.ndim != 2 or probs.shape[1] < 2:
         raise DataError(f"expected probabilities (n, C) for at least two classes; got shape {tuple(probs.shape)}.")
     # These comparisons are False for nan, so nan is rejected.
@@ -34,10 +48,22 @@ def probs_of(prediction: Any) -> Tensor:
         row = int((~valid).nonzero()[0])
         raise DataError(
             f"expected probabilities whose rows sum to 1, but row {row} sums to {float(probs[row].sum()):g}, with values from "
-            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, make a decision for each label "
-            f"separately."
+            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, decide for each label "
+            f"separately: for label 0, pass torch.stack([1 - probs[:, 0], probs[:, 0]], 1) and labels[:, 0]."
         )
     return probs
+
+
+def _class_indices(labels: Any) -> Tensor:
+    if not isinstance(labels, Tensor):
+        array = np.asarray(labels)
+        if array.dtype.kind in "OSU" and array.size and isinstance(array.flat[0], str):
+            raise DataError(
+                f"must be class indices, got names such as {str(array.flat[0])!r}. Number them in the order of the networks' outputs: "
+                f"[classes.index(name) for name in labels].",
+                argument="labels",
+            )
+    return as_numbers(labels, "labels")
 
 
 def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +93,8 @@ class Calibration:
     """Rank of the true class; the most probable class has rank 1."""
     classes: int
     """Number of classes C."""
+    fingerprint: str | None = None
+    """Fingerprint of the predictor and its settings, or None if unknown."""
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
@@ -75,10 +103,11 @@ class Calibration:
             return prediction
         probs = probs_of(prediction)
         count, classes = probs.shape
-        values = as_numbers(labels, "labels")
+        values = _class_indices(labels)
         if values.shape != (count,):
+            one_hot = " For one-hot labels, pass labels.argmax(1)." if values.shape == probs.shape else ""
             raise DataError(
-                f"must be one class index for each of the {count} predictions; got shape {tuple(values.shape)}.",
+                f"must be one class index for each of the {count} predictions; got shape {tuple(values.shape)}.{one_hot}",
                 argument="labels",
             )
         invalid = ~((values >= 0) & (values < classes) & (values == values.floor()))
@@ -96,6 +125,7 @@ class Calibration:
             mass_above=above.gather(1, true)[:, 0],
             true_rank=rank.gather(1, true)[:, 0],
             classes=classes,
+            fingerprint=getattr(prediction, "fingerprint", None),
         )
 
     @property
@@ -108,28 +138,27 @@ class Calibration:
 
     def select(self, chosen: Tensor) -> Calibration:
         """Return the subset of the data selected by an index or mask."""
-        return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
+        return replace(self, **{name: column[chosen] for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns to save, keyed by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "classes"}
+        return {name: getattr(self, name) for name in COLUMNS}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
         """Rebuild calibration data from `columns`, checking the values because they may come from a file."""
-        names = [field.name for field in fields(cls) if field.name != "classes"]
-        kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
+        kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in COLUMNS}
         well_formed = all(
-            name in columns and columns[name].dtype == kinds[name] and columns[name].ndim == 1 for name in names
+            name in columns and columns[name].dtype == kind and columns[name].ndim == 1 for name, kind in kinds.items()
         )
-        if not well_formed or len({len(columns[name]) for name in names}) != 1:
+        if not well_formed or len({len(columns[name]) for name in COLUMNS}) != 1:
             raise DataError(
-                f"expected the columns {', '.join(names)}, all of equal length; got {', '.join(columns) or 'nothing'}."
+                f"expected the columns {', '.join(COLUMNS)}, all of equal length; got {', '.join(columns) or 'nothing'}."
             )
-        calibration = cls(**{name: columns[name] for name in names}, classes=classes)
+        calibration = cls(**{name: columns[name] for name in COLUMNS}, classes=classes)
         ranks = calibration.true_rank
         labels = calibration.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
-        if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
+        if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in COLUMNS):
             raise DataError(f"expected finite values, and labels and ranks that are valid for {classes} classes.")
         return calibration

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from molaplace.decisions.ranks import as_numbers, thresholds
 from molaplace.errors import DataError, OptionError
+from molaplace.fingerprints import check_fingerprint
 from molaplace.options import check_share, counted, one_of
 from molaplace.prediction import RegressionPrediction
 
@@ -45,13 +46,17 @@ class PredictionIntervals:
     """Number of calibration examples."""
     joint: bool = False
     """True if the coverage holds for all outputs of a data point at once."""
+    fingerprint: str | None = None
+    """Fingerprint of the predictor and its settings, or None if unknown."""
 
     def __call__(self, prediction: RegressionPrediction | Any) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty shrinks to its midpoint.
 
         Args:
-            prediction: a prediction made by the calibrated predictor.
+            prediction: a prediction made by the calibrated predictor. A prediction of another predictor, or of the same one with other
+                settings, raises `OptionError`.
         """
+        check_fingerprint(prediction, self.fingerprint, "these intervals")
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
             raise DataError(f"expected predictions with {counted(len(self.threshold), 'output')}, got {low.shape[1]}.")
@@ -105,7 +110,14 @@ def prediction_intervals(
     scores = torch.maximum(low - values, values - high) / scale
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
-    return PredictionIntervals(share, method, thresholds(scores, share, "infinite intervals"), len(scores), joint)
+    return PredictionIntervals(
+        coverage=share,
+        method=method,
+        threshold=thresholds(scores, share, "infinite intervals"),
+        count=len(scores),
+        joint=joint,
+        fingerprint=getattr(prediction, "fingerprint", None),
+    )
 
 
 def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +133,12 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
     else:
         low = high = as_numbers(prediction.mean, "prediction.mean")
         scale = as_numbers(prediction.variance, "prediction.variance").sqrt()
+    if low.ndim > 2:
+        raise DataError(
+            f"expected one row of means for each input, got predictions for each position, of shape {tuple(low.shape)}. Positions of an "
+            f"input are not independent, so no guarantee would hold. Decide for whole inputs, with a score for each: "
+            f"mola.alarm_threshold(prediction.ood_score.flatten(1).mean(1), 0.05)."
+        )
     shaped = low.ndim == 2 and low.shape == high.shape == scale.shape
     if not shaped or not bool(
         (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()

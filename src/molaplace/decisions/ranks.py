@@ -49,7 +49,8 @@ def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
     if len(scores) < data_needed(rate):
         raise DataError(
             f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only {always} "
-            f"reach this coverage. Pass at least {data_needed(rate)} data points, or lower the coverage."
+            f"reach this coverage. Pass at least {data_needed(rate)} data points, or ask for a coverage of at most {len(scores)}/"
+            f"{len(scores) + 1}."
         )
     return conformal_quantiles(scores, rate)
 

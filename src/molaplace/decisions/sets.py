@@ -36,6 +36,7 @@ from torch import Tensor
 from molaplace.decisions.calibration import Calibration, probs_of, ranked
 from molaplace.decisions.ranks import conformal_quantiles, data_needed, thresholds
 from molaplace.errors import DataError, OptionError, warn
+from molaplace.fingerprints import check_fingerprint
 from molaplace.options import check_share, is_real, listed, one_of, whole_number
 from molaplace.prediction import Prediction
 
@@ -61,6 +62,8 @@ class PredictionSets:
     """Penalty for each rank beyond `free` in "raps"."""
     free: int = 0
     at_least_one: bool = False
+    fingerprint: str | None = None
+    """Fingerprint of the predictor and its settings, or None if unknown."""
 
     @property
     def least_probability(self) -> float:
@@ -75,9 +78,11 @@ class PredictionSets:
         """Return a mask (n, C), on the CPU, of the classes in each input's set.
 
         Args:
-            prediction: a `mola.Prediction`, or probabilities (n, C).
+            prediction: a `mola.Prediction`, or probabilities (n, C). A prediction of another predictor, or of the same one with other
+                settings, raises `OptionError`.
             generator: random generator for randomised sets; torch's default generator if None.
         """
+        check_fingerprint(prediction, self.fingerprint, "these sets")
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
             raise DataError(f"expected probabilities for {self.classes} classes; got {probs.shape[1]} classes.")
@@ -172,6 +177,7 @@ def prediction_sets(
         penalty=float(penalty),
         free=free,
         at_least_one=at_least_one,
+        fingerprint=calibration.fingerprint,
     )
 
 
