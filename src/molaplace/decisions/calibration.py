@@ -138,7 +138,8 @@ class Calibration:
 
     def select(self, chosen: Tensor) -> Calibration:
         """Return the subset of the data selected by an index or mask."""
-        return replace(self, **{name: column[chosen] for name, column in self.columns().items()})
+        columns: dict[str, Any] = {name: column[chosen] for name, column in self.columns().items()}
+        return replace(self, **columns)
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns to save, keyed by name."""
@@ -155,7 +156,8 @@ class Calibration:
             raise DataError(
                 f"expected the columns {', '.join(COLUMNS)}, all of equal length; got {', '.join(columns) or 'nothing'}."
             )
-        calibration = cls(**{name: columns[name] for name in COLUMNS}, classes=classes)
+        values: dict[str, Any] = {name: columns[name] for name in COLUMNS}
+        calibration = cls(**values, classes=classes)
         ranks = calibration.true_rank
         labels = calibration.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
