@@ -55,6 +55,12 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
     if isinstance(raw, Mapping):
         inputs = {key: value for key, value in raw.items() if key != LABELS}
         labels = raw.get(LABELS)
+        other_key = next((key for key in ("label", "label_ids") if labels is None and key in raw), None)
+        if other_key is not None:  # models of transformers would ignore it
+            raise DataError(
+                f"the mapping has the key {other_key!r} but no {LABELS!r}. Rename it, as DataCollatorWithPadding of transformers does.",
+                place=batch_name,
+            )
         if not inputs:
             raise DataError(
                 f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
@@ -252,7 +258,7 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     try:
         if parameter is not None:
             inputs = tree_map_only(Tensor, lambda leaf: leaf.to(parameter.device, non_blocking=True), inputs)
-        if isinstance(inputs, dict) and _takes_keywords(network, inputs):
+        if isinstance(inputs, dict) and takes_keywords(network, inputs):
             output = network(**inputs)
         else:
             output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
@@ -283,8 +289,8 @@ call = torch.no_grad()(run)
 """Run a network as `run` does, but without gradients."""
 
 
-def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    # The keys may be arguments of `forward`, as in transformers; otherwise, `forward` takes the whole mapping.
+def takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the keys are arguments of `forward`, as in transformers; otherwise, `forward` takes the whole mapping."""
     try:
         signature_of(network).bind(**inputs)
     except TypeError:
@@ -310,7 +316,7 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
             " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
             "labels, pass only the inputs."
         )
-    if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
+    if not isinstance(inputs, Mapping) or takes_keywords(network, inputs):
         return ""
     parameters = list(signature_of(network).parameters)
     unknown = [key for key in inputs if key not in parameters]
