@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import molaplace as mola
+from tests.closeness import assert_close
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
@@ -162,3 +163,22 @@ def test_batches_of_a_tokenizer_and_its_collator():
         expected = mola.fit(networks(name), [{**whole, "labels": labels}], [{**whole, "labels": labels}])
         torch.testing.assert_close(got.predict(loader).probs, expected.predict(whole).probs, rtol=1e-6, atol=1e-9)
         assert (got.components[0].layer.sums.count, len(got.predict(whole))) == (24, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_classified_without_their_padding(dtype):
+    """A padding collator gives -100 as the label of padding; each text alone gives the same posterior."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    network = transformers.BertForTokenClassification(transformers.BertConfig(**SMALL, **WORDS)).to(dtype)
+    texts = [torch.arange(4, 7 + i % 5) for i in range(12)]
+    rows = [{"input_ids": text.tolist(), "labels": (text % CLASSES).tolist()} for text in texts]
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = transformers.BertTokenizer(vocab=vocabulary, pad_token=f"w{PAD}")
+    collate = transformers.DataCollatorForTokenClassification(tokenizer)
+    padded = mola.fit(network, torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate), progress=False)
+    alone = mola.fit(network, [(text[None], (text % CLASSES)[None]) for text in texts], progress=False)
+    for name, values in alone.components[0].layer.sums.tensors.items():
+        scale = float(values.abs().max()) * (1 if dtype == torch.float32 else 1000)
+        assert_close(padded.components[0].layer.sums.tensors[name], values, scale=scale, name=name)
+    assert padded.components[0].layer.sums.count == sum(map(len, texts))
