@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, LastLayer, per_component
 from molaplace.distributed import Team, check_sampler
-from molaplace.errors import DataError, OptionError, warn
+from molaplace.errors import DataError, OptionError, located, warn
 from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
@@ -21,6 +21,7 @@ from molaplace.network import (
     Head,
     LogitsOf,
     Positions,
+    TokenChoice,
     as_batch,
     batch_count,
     check_loader,
@@ -30,6 +31,7 @@ from molaplace.network import (
     find_heads,
     head_by_name,
     peek,
+    token_ids,
     unwrapped,
 )
 from molaplace.posterior import MoLA
@@ -46,12 +48,20 @@ Logits: TypeAlias = "Callable[[Any], Tensor]"
 """A function that maps a network's output to its logits."""
 
 
+Tokens: TypeAlias = "Sequence[int] | Sequence[str]"
+"""Classes that are tokens: ids, or strings."""
+
+
 def as_networks(
-    networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
+    networks: nn.Module | Sequence[nn.Module],
+    logits: Logits | Sequence[Logits] | None = None,
+    tokens: Tokens | None = None,
+    tokenizer: Any = None,
 ) -> list[nn.Module]:
     """Return the networks as a list, without their torch.compile wrappers, and warn if the same network occurs twice.
 
-    Networks with a function that extracts the logits from their output are wrapped in `LogitsOf`.
+    Networks with a function that extracts the logits from their output are wrapped in `LogitsOf`, and language models that choose among
+    tokens in `TokenChoice`.
     """
     # A Sequential or a state dict is iterable, but counts as one thing.
     single = isinstance(networks, (nn.Module, str, Mapping)) and not isinstance(networks, nn.ModuleList)
@@ -79,6 +89,17 @@ def as_networks(
                 "the same network was passed more than once. Copies always agree, so the mixture is no better than a single network."
             )
             break
+    if tokens is not None:
+        if logits is not None:
+            raise OptionError("selects the logits by itself, so it cannot be combined with logits=.", argument="tokens")
+        ids = token_ids(tokens, tokenizer)
+        choices: list[nn.Module] = []
+        for index, model in enumerate(models):
+            with located(f"networks[{index}]"):
+                choices.append(TokenChoice(model, ids))
+        return choices
+    if tokenizer is not None:
+        raise OptionError("turns the strings in tokens= into ids, but there are no tokens.", argument="tokenizer")
     pairs = zip(models, functions, strict=True)
     return [model if function is None else LogitsOf(model, function) for model, function in pairs]
 
@@ -125,6 +146,8 @@ def fit(
     weights: str | Sequence[float] | Tensor = "uniform",
     head: str | Sequence[str] | None = None,
     logits: Logits | Sequence[Logits] | None = None,
+    tokens: Tokens | None = None,
+    tokenizer: Any = None,
     distances: bool = True,
     positions: Positions = "all",
     ignore_index: int = IGNORE_INDEX,
@@ -154,6 +177,10 @@ def fit(
         head: dotted name of the last linear layer, or one name per network; by default, the layer is found automatically.
         logits: function that extracts the logits from a network's output, such as `lambda output: output[0]`, or one such function
             per network; not needed if the network returns the logits. Pass the same function to `mola.load`.
+        tokens: for causal language models, the tokens that are the classes, as ids or as strings such as " A". The logits are those of
+            these tokens after the last position that is not padding, and labels are indices into `tokens`. Pass the same tokens to
+            `mola.load`.
+        tokenizer: the tokenizer of the language models, needed if `tokens` are strings.
         distances: whether to compute the sums needed for distances from the training classes. For each network, these sums are
             matrices of shapes C x P and P x P.
         positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
@@ -170,7 +197,9 @@ def fit(
         OptionError: if an argument is invalid. Unsuitable networks raise `HeadError`, and unsuitable batches raise `DataError`.
     """
     team = Team.single() if team is None else team
-    models = as_networks(networks, logits)
+    if tokens is not None and head is not None:
+        raise OptionError("makes the last layer by itself, so it cannot be combined with head=.", argument="tokens")
+    models = as_networks(networks, logits, tokens, tokenizer)
     likelihood = as_likelihood(likelihood)
     structure = as_structure(structure)
     link = as_link(link, likelihood)
@@ -273,6 +302,8 @@ def ensemble(
     *,
     likelihood: str | Likelihood = "categorical",
     logits: Logits | Sequence[Logits] | None = None,
+    tokens: Tokens | None = None,
+    tokenizer: Any = None,
 ) -> MoLA:
     """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network; no data are needed.
 
@@ -281,8 +312,10 @@ def ensemble(
         weights: "uniform", or K numbers that sum to 1.
         likelihood: likelihood of the labels given the outputs, as for `fit`.
         logits: function that extracts the logits from a network's output, as for `fit`.
+        tokens: tokens that are the classes of causal language models, as for `fit`.
+        tokenizer: the tokenizer of the language models, as for `fit`.
     """
     likelihood = as_likelihood(likelihood)
-    models = as_networks(networks, logits)
+    models = as_networks(networks, logits, tokens, tokenizer)
     components = [Component(network, None, None, likelihood) for network in models]
     return MoLA(components, weights=check_weighting(weights, len(models)))

@@ -25,6 +25,7 @@ from torch import nn
 
 from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
+from molaplace.network import TokenChoice
 from molaplace.posterior import MoLA
 from molaplace.saving.files import replacing
 from molaplace.saving.posterior import load_posterior
@@ -45,7 +46,7 @@ TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassific
 TAGS = ("molaplace", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
 SCHEMA: dict[str, Any] = {
     "classes": [str],
-    "networks": [{"type": str, "from_pretrained": bool, "dtype": Optional(str)}],
+    "networks": [{"type": str, "from_pretrained": bool, "dtype": Optional(str), "tokens": Optional([int])}],
 }
 
 
@@ -255,6 +256,8 @@ def _class_names(posterior: MoLA, classes: Sequence[str] | None) -> list[str]:
 
 
 def _save_network(network: nn.Module, directory: Path) -> dict[str, Any]:
+    if isinstance(network, TokenChoice):
+        return {**_save_network(network.model, directory), "tokens": network.tokens.tolist()}
     save_pretrained: Any = getattr(network, "save_pretrained", None)
     if save_pretrained is not None:
         save_pretrained(directory)
@@ -265,6 +268,7 @@ def _save_network(network: nn.Module, directory: Path) -> dict[str, Any]:
         "type": f"{type(network).__module__}.{type(network).__qualname__}",
         "from_pretrained": save_pretrained is not None,
         "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
+        "tokens": None,
     }
 
 
@@ -281,6 +285,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_network(directory: Path, entry: dict[str, Any], build: Any) -> nn.Module:
+    if entry["tokens"] is not None:
+        return TokenChoice(_load_network(directory, {**entry, "tokens": None}, build), entry["tokens"])
     # The checksums in the posterior reveal weights that are damaged or were initialised at random by transformers.
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if entry["dtype"] and not isinstance(dtype, torch.dtype):

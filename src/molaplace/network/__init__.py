@@ -33,6 +33,7 @@ from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_posit
 from molaplace.network.head import Head, find_head, head_by_name
 from molaplace.network.next_tokens import labels_of_logits
 from molaplace.network.resized import Resized
+from molaplace.network.token_choice import TokenChoice, token_ids
 
 __all__ = [
     "IGNORE_INDEX",
@@ -46,6 +47,7 @@ __all__ = [
     "Positions",
     "Resized",
     "Rows",
+    "TokenChoice",
     "as_arrays",
     "as_batch",
     "as_layer",
@@ -71,6 +73,7 @@ __all__ = [
     "run",
     "state_checksum",
     "stream",
+    "token_ids",
     "unwrapped",
     "with_labels",
     "without_autocast",

@@ -403,15 +403,11 @@ def _rearranged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
     if not bool(torch.isin(to_float64(logits[0]), to_float64(of_first_input)).all()):
         return None
     if len(last.shape) == 3 and last.shape[0] == inputs and last.shape[2] > outputs > 1:
-        has_bias = last.layer.bias is not None
-        no_bias = "" if has_bias else ", bias=False"
-        bias = " and head.bias.data = layer.bias.data[ids]" if has_bias else ""
         return (
             f"the network returns {outputs} of the {last.shape[2]:,} outputs of layer {name!r} at one position, but a posterior needs "
-            f"a layer with these {outputs} outputs alone. Make it of the rows of {name!r}: "
-            f"head = nn.Linear({last.layer.in_features}, {outputs}{no_bias}), with head.weight.data = layer.weight.data[ids]{bias}. "
-            f"Then return head(hidden[:, -1]), where hidden is the input of {name!r}: in transformers, "
-            f"model(..., output_hidden_states=True).hidden_states[-1]."
+            f"a layer with these {outputs} outputs alone. If {name!r} is the last layer of a language model of transformers, pass the "
+            f"model itself with tokens=[...], the indices of the {outputs} outputs. Otherwise, end the network with an nn.Linear that has "
+            f"these rows of {name!r}."
         )
     if tuple(last.shape) == (inputs * outputs, 1) and outputs > 1:
         return (

@@ -7,21 +7,18 @@ hold at position t the label of the logits at t - 1. All other modules expect th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError
 from molaplace.network.calling import Batch
-
-SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of transformers' classes that shift their labels; encoders with a decoder do not, whatever their names."""
+from molaplace.network.token_choice import causal_language_model, check_choices
 
 
 def labels_of_logits(
-    networks: Iterable[nn.Module], batch: Batch, outputs: Sequence[int], ignore_index: int, place: str
+    networks: Sequence[nn.Module], batch: Batch, outputs: Sequence[int], ignore_index: int, place: str
 ) -> Tensor | None:
     """Return the label of the logits at each position, given the shape of the logits.
 
@@ -32,6 +29,7 @@ def labels_of_logits(
         DataError: if labels in a mapping are already shifted, or labels beside a tensor of tokens are not.
     """
     labels = batch.labels
+    check_choices(networks, batch, outputs, place)
     if labels is None or len(outputs) != 3 or labels.shape != outputs[:2]:
         return labels
     if not any(_is_causal(network, outputs[2]) for network in networks):
@@ -71,14 +69,7 @@ def _tokens(batch: Batch) -> Tensor | None:
 
 
 def _is_causal(network: nn.Module, width: int) -> bool:
-    # Whether the outermost transformers model in the network is a causal language model whose vocabulary has this size.
-    module: Any
-    for module in network.modules():
-        classes = [kind.__name__ for kind in type(module).__mro__]
-        if "PreTrainedModel" not in classes:
-            continue
-        if getattr(module.config, "is_encoder_decoder", False) or not any(name.endswith(SHIFTING) for name in classes):
-            return False
-        vocabulary = module.get_output_embeddings()
-        return vocabulary is not None and len(vocabulary.weight) == width
-    return False
+    # Whether the network is a causal language model whose vocabulary has this size.
+    model = causal_language_model(network)
+    vocabulary = None if model is None else model.get_output_embeddings()
+    return vocabulary is not None and len(vocabulary.weight) == width

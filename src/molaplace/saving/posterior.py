@@ -183,7 +183,9 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
 
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
     """Raise `StorageError` unless the networks' checksums match the saved checksums, in the same order."""
-    remedy = f"Pass the same {counted(len(checksums), 'network')}, with the order and precision unchanged."
+    remedy = (
+        f"Pass the same {counted(len(checksums), 'network')}, with the order, the precision and any `tokens` unchanged."
+    )
     if len(networks) != len(checksums):
         raise StorageError(
             f"expected the posterior's {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
