@@ -5,38 +5,28 @@ One trains small networks on fixed features of the requests, the other trains ad
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
 import torch
-from torch import nn
 
 from molaplace.demo import LabelledData
-from molaplace.evaluation import Role
 from molaplace.images import even_indices
 from molaplace.perceptrons import mlp
-from molaplace_lab.adapters import ShuffledByLength, adapted_encoder, package_versions, token_ids
-from molaplace_lab.checksums import checksum
+from molaplace_lab.adapters import ENCODER, ShuffledByLength, adapted_encoder, description
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from molaplace_lab.measures import Measure, rejection
-from molaplace_lab.suite import (
-    Batches,
-    Budget,
-    DataOptions,
-    MimoBudget,
-    Source,
-    Suite,
-    SwagBudget,
-    TrainingData,
-)
+from molaplace_lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData
+from molaplace_lab.suites.text_sources import text_source
 from molaplace_lab.training import Recipe
 
 BATCH = 256
 INTENTS = 150
 HALF = 7500
 """Number of training requests for adapters, 50 of each intent."""
+MAX_TOKENS = 32
+"""Longer requests are cut off."""
 OUTSIDE = "out of scope"
 OUTSIDE_VALIDATION = "out of scope, validation"
 
@@ -48,7 +38,7 @@ def _features(requests: Requests) -> LabelledData:
 
 @cache
 def _tokens(requests: Requests) -> LabelledData:
-    return LabelledData(token_ids(requests.sentences), torch.tensor(requests.labels))
+    return LabelledData(ENCODER.token_ids(requests.sentences, MAX_TOKENS), torch.tensor(requests.labels))
 
 
 Rows = Callable[[Requests], LabelledData]
@@ -65,25 +55,17 @@ def _read(options: DataOptions, rows_of: Rows) -> dict[str, LabelledData]:
     return parts
 
 
-def _source(name: str, title: str, role: Role, rows: LabelledData) -> Source:
-    def read(indices: Sequence[int]) -> Batches:
-        return LabelledData(rows.inputs[list(indices)], rows.labels[list(indices)]).batches(BATCH)
-
-    digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
-    return Source(name, title, role, len(rows), checksum("sentences", digest), read, show=None)
-
-
 def _sources(options: DataOptions, rows_of: Rows) -> dict[str, Source]:
     parts = _read(options, rows_of)
     outside = parts["oos_val"]
     # Out-of-scope requests have no class, so only their rejections are counted.
     unknown = LabelledData(outside.inputs, torch.zeros_like(outside.labels))
     return {
-        "train": _source("train", "CLINC150 train", "train", parts["train"]),
-        "validation": _source("validation", "CLINC150 validation", "validation", parts["val"]),
-        OUTSIDE_VALIDATION: _source(OUTSIDE_VALIDATION, "CLINC150 out of scope, validation", "validation", unknown),
-        "test": _source("test", "CLINC150 test", "test", parts["test"]),
-        OUTSIDE: _source(OUTSIDE, "out of scope", "outlier", parts["oos_test"]),
+        "train": text_source("train", "CLINC150 train", "train", parts["train"]),
+        "validation": text_source("validation", "CLINC150 validation", "validation", parts["val"]),
+        OUTSIDE_VALIDATION: text_source(OUTSIDE_VALIDATION, "CLINC150 out of scope, validation", "validation", unknown),
+        "test": text_source("test", "CLINC150 test", "test", parts["test"]),
+        OUTSIDE: text_source(OUTSIDE, "out of scope", "outlier", parts["oos_test"]),
     }
 
 
@@ -124,13 +106,7 @@ def _half(options: DataOptions) -> DataOptions:
 
 def _adapter_training(options: DataOptions, recipe: Recipe) -> TrainingData:
     parts = _read(_half(options), _tokens)
-
-    def describe(network: nn.Module) -> dict[str, object]:
-        with torch.inference_mode():
-            correct = sum(int((network(ids).argmax(1) == labels).sum()) for ids, labels in parts["val"].batches(BATCH))
-        return {"validation accuracy": correct / len(parts["val"]), "versions": package_versions()}
-
-    return TrainingData(parts["train"], lambda rows: rows, ShuffledByLength, describe)
+    return TrainingData(parts["train"], lambda rows: rows, ShuffledByLength, description(ENCODER, parts["val"], BATCH))
 
 
 CLINC_LORA = Suite(

@@ -9,8 +9,11 @@ from molaplace_lab.suites.clinc import CLINC, CLINC_LORA
 from molaplace_lab.suites.digits import DIGITS
 from molaplace_lab.suites.imagenet import IMAGENET
 from molaplace_lab.suites.mnist import MNIST
+from molaplace_lab.suites.questions import QUESTIONS_LORA
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET, CLINC, CLINC_LORA)}
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET, CLINC, CLINC_LORA, QUESTIONS_LORA)
+}
 
 
 def find_suite(name: str) -> Suite:
