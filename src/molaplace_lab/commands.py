@@ -16,7 +16,7 @@ from molaplace.errors import OptionError
 from molaplace.options import one_of
 from molaplace.progress import Progress, part
 from molaplace_lab.activations import ActivationCache, Network, open_networks
-from molaplace_lab.comparisons import COMPARISONS, SEPARATE, SWEEP
+from molaplace_lab.comparisons import COMPARISONS, SEPARATE
 from molaplace_lab.cost import measure_cost
 from molaplace_lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
 from molaplace_lab.records import COST, Store
@@ -51,7 +51,7 @@ def _about() -> None:
 
 @app.command()
 def train(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, clinc or clinc-lora")],
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, clinc, clinc-lora or questions-lora")],
     networks: Annotated[int, typer.Option(min=1, help="Number of networks")] = 5,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder; by default networks/SUITE")
@@ -90,7 +90,10 @@ def train(
 @app.command()
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="digits, mnist, cifar10, imagenet, clinc, clinc-lora, or uci for regression")
+        str,
+        typer.Argument(
+            help="digits, mnist, cifar10, imagenet, clinc, clinc-lora, questions-lora, or uci for regression"
+        ),
     ],
     runs: Annotated[
         int | None, typer.Option(min=1, help="Number of runs, each with its own networks; by default 1, or all folds")
@@ -104,7 +107,7 @@ def bench(
             metavar="NAMES",
             help="Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. 'all' "
             "does not include scaling (JUCAL, structured scaling), tempered (temperature scaling first), many-classes (1000 classes), "
-            "beyond (SWAG and MIMO) or whole (all layers)",
+            "beyond (SWAG and MIMO), whole (all layers) or dropout (Monte Carlo dropout)",
         ),
     ] = "main",
     results: Results = Path("results"),
@@ -187,7 +190,7 @@ def bench(
         if train:
             if are_names(names):
                 raise OptionError("--train needs a folder, but --networks lists trained networks. Omit --train.")
-            needed = max((runs or 1) * count, SWEEP if "components" in comparisons else 0)
+            needed = max((runs or 1) * count, definition.sweep if "components" in comparisons else 0)
             training = Training(definition, needed, definition.recipe, network, options=options, device=device)
             train_networks(training, Path(names), part(progress, 0.0, 0.5), team)
         progress = part(progress, 0.5 if train else 0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from molaplace_lab.dropout import DropoutMixture
 from molaplace_lab.methods import RULES, WEIGHTS, LastLayerMethod, Method
 from molaplace_lab.mimo import MimoHeads
 from molaplace_lab.scaling import ScaledEnsemble
@@ -9,15 +10,13 @@ from molaplace_lab.suite import Budget
 from molaplace_lab.swag import SwagMixture
 from molaplace_lab.whole import WholeNetworks
 
-SWEEP = 10
-"""Size of the largest mixture in the comparison of mixture sizes."""
-
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
-LONG = ("beyond", "whole")
-"""Comparisons that take hours: "beyond" covers methods that train networks, and "whole" covers Laplace approximations of whole
-networks. Reports add the methods of these comparisons to the tables of the "main" comparison."""
+LONG = ("beyond", "whole", "dropout")
+"""Comparisons that run whole networks and take long: "beyond" covers methods that train networks, "whole" covers Laplace approximations
+of whole networks, and "dropout" covers Monte Carlo dropout, for networks that were trained with dropout. Reports add the methods of these
+comparisons to the tables of the "main" comparison."""
 
 SEPARATE = (*LONG, "scaling", "tempered", "many-classes")
 """Comparisons that are not part of "all". "scaling" calibrates the ensemble's logits with more parameters than a temperature; reports
@@ -26,11 +25,14 @@ intended for underconfident networks. "many-classes" covers the structures and l
 
 COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *SEPARATE)
 """All comparisons, in order: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; mixtures
-of 1 to 10 components; rules for the prior precision; mixture weights; and the comparisons in `SEPARATE`."""
+of every size; rules for the prior precision; mixture weights; and the comparisons in `SEPARATE`."""
 
 
-def methods_of(comparison: str, budget: Budget) -> list[Method]:
-    """Return the methods in one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
+def methods_of(comparison: str, budget: Budget, sweep: int) -> list[Method]:
+    """Return the methods in one of the `COMPARISONS`.
+
+    `budget` applies only to methods that train networks, and `sweep` is the size of the largest mixture in "components".
+    """
     methods: dict[str, list[Method]] = {
         "main": [
             LastLayerMethod("MAP", components=1, detectors=True),
@@ -61,6 +63,10 @@ def methods_of(comparison: str, budget: Budget) -> list[Method]:
             WholeNetworks("MoLA (all layers)", structure="kron"),
             WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
         ],
+        "dropout": [
+            DropoutMixture("MC dropout"),
+            DropoutMixture("MC dropout-T", temperature=True),
+        ],
         "variants": [
             LastLayerMethod(f"LLLA {structure} {link}", "variants", 1, structure, link)
             for structure in STRUCTURES
@@ -73,12 +79,14 @@ def methods_of(comparison: str, budget: Budget) -> list[Method]:
         ],
         "components": [
             method
-            for count in range(1, SWEEP + 1)
+            for count in range(1, sweep + 1)
             for method in (
                 LastLayerMethod(f"DE K={count}", "components", count),
                 LastLayerMethod(f"DE-T K={count}", "components", count, temperature=True),
+                LastLayerMethod(f"DE-L K={count}", "components", count, temperature=True, mean="logits"),
                 LastLayerMethod(f"MoLA K={count}", "components", count, "kron"),
                 LastLayerMethod(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
+                LastLayerMethod(f"MoLA (calibrated) K={count}", "components", count, "kron", rule="calibrated"),
             )
         ],
         "rules": [LastLayerMethod(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES],

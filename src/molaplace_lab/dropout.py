@@ -6,8 +6,10 @@ which sequences are padded. For any one input, the average has the same distribu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 import molaplace as mola
+from molaplace.calibration import fit_temperature
 from molaplace.errors import OptionError
+from molaplace_lab.checksums import checksum
+from molaplace_lab.context import RESUMED, Context, Predictor, StoredPrediction
+from molaplace_lab.measures import BatchPrediction
+from molaplace_lab.methods import FittedMethod
 from molaplace_lab.training import derived_seeds
 
 MASKS = 0  # the purpose of the seeds for masks
@@ -81,3 +88,55 @@ def _drop(layer: nn.Module, _: Any, outputs: Tensor) -> Tensor:
     slope = layer.forward(torch.ones_like(offset)) - offset
     layer.training = False
     return outputs * slope.to(outputs) + offset.to(outputs)
+
+
+# --- in suites
+
+
+@dataclass(frozen=True)
+class DropoutMixture:
+    """Monte Carlo dropout for one network, or the mixture of several networks, optionally with a temperature.
+
+    The temperature divides the logarithms of the mean probabilities, and minimises the validation NLL.
+    """
+
+    name: str
+    samples: int = 10
+    temperature: bool = False
+    components: int | None = 1
+    group: str = "main"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {"weights": "uniform", "draws": self.samples} | ({"temperature": "shared"} if self.temperature else {})
+
+    def fit(self, context: Context) -> FittedMethod:
+        """Draw the masks and, if there is a temperature, choose it on the validation data."""
+        start = time.perf_counter()
+        predictors: dict[str, list[Predictor]] = {}
+        for network in context.networks[: self.components]:
+            key = checksum("dropout", network.checksum, self.samples)
+            predictors[key] = list(mc_dropout(network.load().to(context.device), self.samples).predictors)
+        chosen: dict[str, Any] = {"notes": [RESUMED]}
+        if self.temperature:
+            held_out = [
+                (_log_probs(members), labels) for members, labels in context.predictions("validation", predictors)
+            ]
+            log_probs, labels = (torch.cat(tensors) for tensors in zip(*held_out, strict=True))
+            chosen["temperature"] = fit_temperature(log_probs, labels)
+
+        def predict(members: list[StoredPrediction], _: bool) -> BatchPrediction:
+            mean = StoredPrediction.mean(members)
+            if not self.temperature:
+                return mean.with_scores(len(members) * self.samples)
+            scaled = (_log_probs(members) / chosen["temperature"]).softmax(1)
+            return replace(mean, probs=scaled).with_scores(1)  # the draws have no temperature: no mutual information
+
+        return FittedMethod(
+            lambda name: context.predictions(name, predictors), predict, chosen, time.perf_counter() - start
+        )
+
+
+def _log_probs(members: list[StoredPrediction]) -> Tensor:
+    probs = StoredPrediction.mean(members).probs
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

@@ -32,7 +32,7 @@ from molaplace.progress import Progress, part
 from molaplace_lab.activations import ActivationCache, Network
 from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import checksum
-from molaplace_lab.comparisons import LONG, SWEEP, methods_of
+from molaplace_lab.comparisons import LONG, methods_of
 from molaplace_lab.context import Context
 from molaplace_lab.measures import BatchPrediction, Measure, columns_of
 from molaplace_lab.methods import Method
@@ -75,7 +75,7 @@ class Plan:
                 f"a cross-fit with {len(self.folds)} folds has at most {len(self.folds)} runs; got --runs {self.runs}."
             )
         several = self.components if self.crossed else self.runs * self.components
-        needed = max(several, SWEEP if "components" in self.groups else 0, 1)
+        needed = max(several, self.suite.sweep if "components" in self.groups else 0, 1)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             raise OptionError(
                 f"--runs {self.runs} and --components {self.components} in {', '.join(self.groups)} require {needed} networks, "
@@ -102,13 +102,13 @@ class Plan:
 
         Different runs use different networks, except in a cross-fit, whose runs differ only in their data.
         """
-        size = SWEEP if group == "components" else self.components
+        size = self.suite.sweep if group == "components" else self.components
         first = 0 if self.crossed else run * size
         return tuple(self.networks[first : first + size])
 
     def methods(self, group: str) -> list[Method]:
         """Return the methods of a group."""
-        return methods_of(group, self.budget or self.suite.budget)
+        return methods_of(group, self.budget or self.suite.budget, self.suite.sweep)
 
     def read_training(self, device: str) -> TrainingData:
         """Load the training data of the suite's networks onto a device."""
@@ -298,7 +298,7 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
 def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
     # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match those of the
     # plan, except that it may have fewer or more outlier sets.
-    sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
+    sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // plan.suite.sweep)
     jobs = [
         _Job(group, run, method)
         for group in plan.groups

@@ -211,6 +211,8 @@ class Suite:
     options: frozenset[str] = frozenset()
     """Names of the data options that the suite uses, besides the data directory and downloads."""
     components: int = 5
+    sweep: int = 10
+    """Size of the largest mixture in the comparison of mixture sizes, each run of which has its own networks."""
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
     """Notes that reports include for a cross-fit."""

@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 from molaplace.demo import LabelledData
 from molaplace.saving.weights import load_weights, read_metadata, read_state
 from molaplace_lab import adapters
-from molaplace_lab.adapters import ShuffledByLength, adapted_encoder, token_ids
+from molaplace_lab.adapters import Pretrained, ShuffledByLength, adapted_encoder
 from molaplace_lab.commands import app
+from molaplace_lab.dropout import mc_dropout
 from molaplace_lab.networks import Training, find_networks, train_networks
 from molaplace_lab.records import Store
 from molaplace_lab.suite import DataOptions
+from molaplace_lab.suites import clinc
 from molaplace_lab.suites.clinc import CLINC_LORA
 from tests.closeness import assert_close
 from tests.lab.test_clinc import WORDS, write_requests
@@ -41,8 +43,9 @@ def _encoder(tmp_path, monkeypatch):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     BertModel(BertConfig(vocab_size=len(vocabulary), initializer_range=0.5, **sizes)).save_pretrained(folder)
-    monkeypatch.setattr(adapters, "encoder_folder", lambda: folder)
-    monkeypatch.setattr(adapters, "PACKAGE", "torch")  # any installed package, since only its version is read
+    # Any installed package, since only its version is read.
+    monkeypatch.setattr(adapters, "ENCODER", Pretrained("torch", str(folder)))
+    monkeypatch.setattr(clinc, "ENCODER", adapters.ENCODER)
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_logits_do_not_depend_on_padding():
     network = adapted_encoder(5).eval()
     rows = [row[row != 0].unsqueeze(0) for row in IDS]
     assert_close(network(IDS), torch.cat([network(row) for row in rows]))
-    assert token_ids([WORDS[0], " ".join(WORDS[:2])]).tolist() == [[2, 5, 3, 0], [2, 5, 6, 3]]
+    assert adapters.ENCODER.token_ids([WORDS[0], " ".join(WORDS[:2])]).tolist() == [[2, 5, 3, 0], [2, 5, 6, 3]]
 
 
 @pytest.mark.usefixtures("_encoder")
@@ -115,8 +118,18 @@ def test_interrupted_training_goes_on_to_the_same_bits(tmp_path, data):
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_the_suite_compares_mixtures_of_adapters(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for command in (["train", "clinc-lora", "--networks", "2"], ["bench", "clinc-lora", "--components", "2"]):
+    bench = ["bench", "clinc-lora", "--components", "2", "--groups", "main,dropout"]
+    for command in (["train", "clinc-lora", "--networks", "2"], bench):
         done = CliRunner().invoke(app, [*command, "--data", str(data), "--quiet"])
         assert done.exit_code == 0, done.output
     records = {record.method: record for record in Store("results").records("clinc-lora")}
     assert {"MAP", "DE", "DE-T", "LLLA", "MoLA"} <= set(records)
+    network = adapted_encoder(150)
+    load_weights(network, tmp_path / "networks" / "clinc-lora" / "00.safetensors")
+    test = CLINC_LORA.make_sources(DataOptions(directory=data))["test"]
+    ids, labels = (torch.cat(parts) for parts in zip(*test.open(), strict=True))
+    probs = mc_dropout(network.eval(), 10)(ids)
+    for method, temperature in (("MC dropout", 1.0), ("MC dropout-T", records["MC dropout-T"].chosen["temperature"])):
+        nll = torch.nn.functional.cross_entropy(probs.log() / temperature, labels)
+        assert records[method].labelled["test"].metrics["nll"] == pytest.approx(float(nll.detach()), rel=1e-4)
+    assert records["MC dropout"].labelled["test"].metrics["nll"] != records["MAP"].labelled["test"].metrics["nll"]

@@ -224,7 +224,7 @@ def test_two_processes_make_the_records_of_one(root, tmp_path):
         {(record.method, record.run): record for record in Store(tmp_path / name / "results").records("imagenet")}
         for name in ("one", "two")
     )
-    assert len(alone_records) == 2 * len(methods_of("main", IMAGENET.budget))
+    assert len(alone_records) == 2 * len(methods_of("main", IMAGENET.budget, IMAGENET.sweep))
     assert alone_records.keys() == team_records.keys()
     for name, record in alone_records.items():
         other = team_records[name]

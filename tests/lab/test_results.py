@@ -59,7 +59,9 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
 @pytest.mark.parametrize("suite", ["mnist", "cifar10"])
 def test_declared_methods_have_the_settings_of_their_records(suite):
     """So that records count: a new rule or option must leave the settings of all other methods as they were."""
-    declared = {method.name: method for name in COMPARISONS for method in methods_of(name, find_suite(suite).budget)}
+    definition = find_suite(suite)
+    every = [methods_of(name, definition.budget, definition.sweep) for name in COMPARISONS]
+    declared = {method.name: method for methods in every for method in methods}
     budgets = ("SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA")  # the records name the budget that was asked for
     common = {"components", "threshold", "network", "protocol", "metrics"}
     records = [record for record in Store(RESULTS).records(suite) if record.method not in budgets]

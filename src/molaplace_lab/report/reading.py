@@ -21,7 +21,8 @@ MAIN = "main"
 """Name of the group that contains the methods compared by a suite; all other groups are ablations."""
 
 METHOD_ORDER = (
-    *("MAP", "MAP-T", "DE", "DE-T", "DE-L", "JUCAL", "DE-SVS", "DE-SMS", "SWAG", "MultiSWAG", "MIMO"),
+    *("MAP", "MAP-T", "DE", "DE-T", "DE-L", "JUCAL", "DE-SVS", "DE-SMS", "MC dropout", "MC dropout-T"),
+    *("SWAG", "MultiSWAG", "MIMO"),
     *("LLLA", "LLLA (distance)", "LLLA (calibrated)", "MIMO-MoLA"),
     *("MoLA", "MoLA (NLL)", "MoLA (distance)", "MoLA (calibrated)", "MoLA (all layers)", "MoLA (subnetwork)"),
 )

@@ -18,7 +18,7 @@ from molaplace_lab.adapters import ENCODER, ShuffledByLength, adapted_encoder, d
 from molaplace_lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from molaplace_lab.measures import Measure, rejection
 from molaplace_lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData
-from molaplace_lab.suites.text_sources import text_source
+from molaplace_lab.suites.text_sources import by_length, text_source
 from molaplace_lab.training import Recipe
 
 BATCH = 256
@@ -55,8 +55,7 @@ def _read(options: DataOptions, rows_of: Rows) -> dict[str, LabelledData]:
     return parts
 
 
-def _sources(options: DataOptions, rows_of: Rows) -> dict[str, Source]:
-    parts = _read(options, rows_of)
+def _sources(parts: dict[str, LabelledData]) -> dict[str, Source]:
     outside = parts["oos_val"]
     # Out-of-scope requests have no class, so only their rejections are counted.
     unknown = LabelledData(outside.inputs, torch.zeros_like(outside.labels))
@@ -86,7 +85,7 @@ CLINC = Suite(
     recipe=Recipe(epochs=20, batch_size=256),
     threshold=None,
     shift=None,
-    make_sources=partial(_sources, rows_of=_features),
+    make_sources=lambda options: _sources(_read(options, _features)),
     training_data=lambda options, recipe: TrainingData(_read(options, _features)["train"], lambda rows: rows),
     measures=_rejection,
     options=frozenset({"train", "test", "outliers"}),
@@ -104,6 +103,10 @@ def _half(options: DataOptions) -> DataOptions:
     return replace(options, train=options.train or HALF)
 
 
+def _adapter_sources(options: DataOptions) -> dict[str, Source]:
+    return _sources({part: by_length(rows) for part, rows in _read(_half(options), _tokens).items()})
+
+
 def _adapter_training(options: DataOptions, recipe: Recipe) -> TrainingData:
     parts = _read(_half(options), _tokens)
     return TrainingData(parts["train"], lambda rows: rows, ShuffledByLength, description(ENCODER, parts["val"], BATCH))
@@ -117,10 +120,11 @@ CLINC_LORA = Suite(
     recipe=Recipe(epochs=3, batch_size=32, learning_rate=2e-3),
     threshold=None,
     shift=None,
-    make_sources=lambda options: _sources(_half(options), _tokens),
+    make_sources=_adapter_sources,
     training_data=_adapter_training,
     measures=_rejection,
     options=frozenset({"train", "test", "outliers"}),
+    sweep=5,
     notes=(
         "The networks share MiniLM's weights, which are frozen; each has its own LoRA adapter and head, trained on every second request.",
         OUTSIDE_NOTE,
