@@ -31,25 +31,22 @@ import numpy as np
 
 from molaplace.monitoring.ranks import Array
 
-GRIDS = (1, 8, 64, 512, 4096)
+GRIDS = np.array([1, 8, 64, 512, 4096])
 """Distances between the starts of stakes."""
 
 
 def start_weights(first: int, count: int) -> Array:
     """Return the weights (count,) of the stakes that begin at positions `first`, `first + 1`, ..., counted from 0."""
-    positions = np.arange(first, first + count)
-    weights = np.zeros(count)
-    for grid in GRIDS:
-        number = positions[positions % grid == 0] // grid + 1.0
-        # 1 / log2(k + 1) - 1 / log2(k + 2) without cancellation
-        share = np.log1p(1 / (number + 1)) / np.log(2) / (np.log2(number + 1) * np.log2(number + 2))
-        weights[positions % grid == 0] += share / len(GRIDS)
-    return weights
+    positions = np.arange(first, first + count)[:, None]
+    number = positions // GRIDS + 1.0
+    # 1 / log2(k + 1) - 1 / log2(k + 2) without cancellation
+    shares = np.log1p(1 / (number + 1)) / np.log(2) / (np.log2(number + 1) * np.log2(number + 2))
+    return np.where(positions % GRIDS == 0, shares, 0).mean(1)
 
 
 def unspent(positions: Array) -> Array:
     """Return the share of the capital that has not begun to bet, after the starts at positions 0 ... t have been made."""
-    return np.sum([1 / np.log2(positions // grid + 3.0) for grid in GRIDS], axis=0) / len(GRIDS)
+    return (1 / np.log2(positions[:, None] // GRIDS + 3.0)).mean(1)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Stream:
         if baseline.confidence is not None:
             shares = baseline.confidence.shares(as_rows(prediction.confidence))
         answers = answers_of(prediction)
-        outcomes = np.full(len(scores), np.nan) if labels is None else mean_known(correctness(answers, labels))
+        outcomes = None if labels is None else mean_known(correctness(answers, labels))
         columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
         if not is_dense(prediction):
             columns["answers"] = answers
@@ -89,6 +89,8 @@ class Stream:
             for name, values in columns.items()
         }
         stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
+        if outcomes is None:
+            return stream
         return stream.judged(self.count + np.arange(len(scores)), outcomes, baseline, options)
 
     def judged(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
