@@ -92,10 +92,23 @@ def test_three_lines_and_json(kind, tmp_path):
         "Strangest inputs of this run, with their outlier scores",
     ]
     again = run_command(*command)
-    assert "all batches of this run were in the log before" in again.stdout
+    assert "all inputs of this run were in the log before" in again.stdout
     summary = json.loads(run_command(*command, "--json").stdout)
     assert (summary["inputs"], summary["alarm"]["raised"], summary["left_out"]) == (400, False, {})
-    assert len(lines_of(tmp_path / "log.jsonl")) == 2, "batches are counted once"
+    assert len(lines_of(tmp_path / "log.jsonl")) == 2, "inputs are counted once"
+
+
+@CLASSES
+def test_a_delivery_that_grows_is_counted_as_if_it_had_come_in_parts(watch_command, tmp_path):
+    x = usual(0)
+    whole, grown = (tmp_path / f"{name}.jsonl.state" for name in ("whole", "grown"))
+    watch_command(x, log="whole.jsonl")
+    for count in (100, 300, 300, 400):
+        assert watch_command(x[:count], log="grown.jsonl").exit_code == 0
+    assert [line["size"] for line in lines_of(tmp_path / "grown.jsonl")] == [100, 156, 44, 100]
+    assert Watch.load(grown).alarm.evidence == pytest.approx(Watch.load(whole).alarm.evidence, abs=1e-6)
+    watch_command(x[::-1], log="grown.jsonl")
+    assert Watch.load(grown).count == 800, "other contents under the same names are new inputs"
 
 
 @CLASSES

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from molaplace.cli.data.dataset import Loader, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import SCORE, read_columns
@@ -82,8 +83,8 @@ def watch(options: WatchCommandOptions) -> None:
     Run the command for each delivery of new inputs, with the same --log. It appends a line for each batch, writes a page with the course
     over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
     inputs are strangest. If nothing changes, the probability that any run ever raises an alarm is at most --alpha. An alarm stays until
-    you begin a new log. Pass only new inputs: a repeated delivery is passed over, but not the old part of one that has grown. The exit
-    code is 3 if there is an alarm, and 0 if not.
+    you begin a new log. Inputs that are in the log already, with the same name and content, are passed over, so a delivery may be
+    repeated or grow. The exit code is 3 if there is an alarm, and 0 if not.
 
         molaplace watch posterior new-images/ --log watch.jsonl
     """
@@ -138,11 +139,12 @@ def run_watch(
                 continue
             names = [name for name, error in zip(batch.names, batch.errors, strict=True) if error is None]
             used += len(names)
-            digest = hashlib.blake2b("\0".join(names).encode(), digest_size=16)
-            for tensor in tree_leaves(batch.inputs):
-                digest.update(tensor.contiguous().numpy().data)
-            if digest.hexdigest() in log:
+            digests = _digests(names, batch.inputs)
+            new_rows = [row for row, digest in enumerate(digests) if digest not in log.digests]
+            if not new_rows:
                 continue
+            names = [names[row] for row in new_rows]
+            batch = batch._replace(inputs=tree_map(itemgetter(new_rows), batch.inputs))
             (prediction,) = fitted.posterior.predict_batches([as_loader_batch(batch._replace(labels=None))])
             log.watch.update(prediction)
             scores = log.watch.streams[0].window["score"][-len(names) :]
@@ -156,7 +158,7 @@ def run_watch(
                 for index in order
             ]
             strangest = sorted([*strangest, *strange], key=lambda entry: -entry.score)[:PICTURES]
-            log.add(_line(log, digest.hexdigest(), scores, strange[:NAMES_IN_LINE]))
+            log.add(_line(log, [digests[row] for row in new_rows], scores, strange[:NAMES_IN_LINE]))
     skipped.require_some(used, source.name)
     progress("done", 1.0)
     return log, strangest
@@ -187,7 +189,18 @@ def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline
     return Baseline.of_columns(columns[SCORE].numpy(), confidence, correct)
 
 
-def _line(log: WatchLog, digest: str, scores: Any, strange: list[StrangeInput]) -> dict[str, Any]:
+def _digests(names: Sequence[str], inputs: Any) -> list[int]:
+    # Return a digest of the name and the content of each input, as a whole number of 63 bits.
+    digests = []
+    for row, name in enumerate(names):
+        digest = hashlib.blake2b(name.encode(), digest_size=8)
+        for tensor in tree_leaves(inputs):
+            digest.update(tensor[row].contiguous().numpy().data)
+        digests.append(int.from_bytes(digest.digest()) >> 1)
+    return digests
+
+
+def _line(log: WatchLog, digests: list[int], scores: Any, strange: list[StrangeInput]) -> dict[str, Any]:
     alarm = log.watch.alarm
     accuracy = log.watch.accuracy
     return {
@@ -195,7 +208,7 @@ def _line(log: WatchLog, digest: str, scores: Any, strange: list[StrangeInput]) 
         "batch": len(log.lines) + 1,
         "inputs": log.watch.count,
         "size": len(scores),
-        "digest": digest,
+        "digests": digests,
         "scores": np.quantile(scores, LEVELS).tolist(),
         "alarm": alarm.raised,
         "evidence": alarm.now,
@@ -249,7 +262,7 @@ def _accuracy_sentence(watch: Watch) -> str:
 
 def _strangest_sentence(strangest: list[StrangeInput]) -> str:
     if not strangest:
-        return "Strangest inputs: none, because all batches of this run were in the log before."
+        return "Strangest inputs: none, because all inputs of this run were in the log before."
     names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in strangest[:NAMES_IN_LINE])
     return f"Strangest inputs of this run, with their outlier scores: {names}."
 

@@ -21,8 +21,9 @@ from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.schema import Optional, check
 
 LINE = {
-    **dict.fromkeys(("time", "digest"), str),
+    "time": str,
     **dict.fromkeys(("batch", "inputs", "size"), int),
+    "digests": [int],
     "scores": [float],
     "alarm": bool,
     **dict.fromkeys(("evidence", "threshold"), float),
@@ -41,6 +42,8 @@ class WatchLog:
         self.path = path
         self.state = path.with_name(f"{path.name}.state")
         self.lines: list[dict[str, Any]] = []
+        self.digests: set[int] = set()
+        """Digests of the inputs in the log."""
         self.watch = new
 
     def __enter__(self) -> Self:
@@ -66,6 +69,7 @@ class WatchLog:
         content = self._file.read()
         complete, _, rest = content.rpartition(b"\n")
         self.lines = [self._parsed(line, number) for number, line in enumerate(complete.splitlines(), 1)]
+        self.digests = {digest for line in self.lines for digest in line["digests"]}
         if not self.state.exists():
             if content:
                 raise StorageError(
@@ -111,15 +115,13 @@ class WatchLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.lines.append(line)
+        self.digests.update(line["digests"])
 
     def add(self, line: dict[str, Any]) -> None:
         """Write the state of the watch and the line of the batch that it has just read."""
         document, tensors = self.watch.pack()
         write_folder(self.state, document | {"line": line}, tensors)
         self._append(line)
-
-    def __contains__(self, digest: object) -> bool:
-        return any(line["digest"] == digest for line in self.lines)
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
