@@ -565,6 +565,34 @@ def test_a_posterior_is_watched_from_its_validation_loader():
         mola.watch(posterior, [])
 
 
+def test_predictions_of_another_predictor_and_unknown_classes_are_refused(tmp_path):
+    train, val = ([(inputs.double(), labels)] for inputs, labels in (problems.blobs(0), problems.blobs(1)))
+    posterior = mola.fit([problems.trained(0)], train, val)
+    watch = mola.watch(posterior, val)
+    before = watch.streams
+    inputs, labels = val[0]
+    others = {
+        "tuned": posterior.tune(val, rule="nll"),
+        "hotter": posterior.with_temperature(2.0),
+        "networks": mola.fit([problems.trained(1)], train, val),
+    }
+    for watching in (watch, mola.Watch.load(watch.save(tmp_path / "watch"))):
+        for name, other in others.items():
+            with pytest.raises(OptionError, match="another predictor"):
+                watching.update(other.predict(inputs))
+            assert watching.count == 0, name
+    for wrong in (labels + 1.5, labels - 3, torch.full_like(labels, 99)):
+        with pytest.raises(DataError, match="whole numbers from 0 to"):
+            watch.update(posterior.predict(inputs), labels=wrong)
+        assert watch.streams is before
+    watch.update(mola.load(posterior.save(tmp_path / "posterior"), posterior.networks).predict(inputs))
+    with pytest.raises(DataError, match="whole numbers from 0 to"):
+        watch.update(labels=labels + 10)
+    assert watch.update(labels=labels).labelled.count == len(labels)
+    with pytest.raises(DataError, match="whole numbers from 0 to"):
+        mola.watch(mola.ensemble([problems.trained(0)]), [(inputs, labels + 10)])
+
+
 def test_unlabelled_validation_data_suffice_for_the_alarm():
     ensemble = mola.ensemble([problems.trained(0)])
     inputs, _ = problems.blobs(1, count=300)

@@ -186,7 +186,7 @@ def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline
         confidence = columns["confidence"].numpy()[:, None] if "confidence" in columns else missing[:, None]
         if "true_rank" in columns:
             correct = (columns["true_rank"].numpy() == 1).astype(float)[:, None]
-    return Baseline.of_columns(columns[SCORE].numpy(), confidence, correct)
+    return Baseline.of_columns(columns[SCORE].numpy(), confidence, correct, fingerprint=fitted.posterior.fingerprint)
 
 
 def _digests(names: Sequence[str], inputs: Any) -> list[int]:

@@ -46,7 +46,20 @@ def answers_of(prediction: Any) -> Array:
     return as_rows(prediction.label).astype(np.int32)
 
 
-def correctness(answers: Array, labels: Any) -> Array:
+def choices_of(prediction: Any) -> int | None:
+    """Return the number of values that a label can have; None for regression."""
+    if isinstance(prediction, RegressionPrediction):
+        return None
+    return prediction.likelihood.num_choices(prediction.probs.shape[prediction.axis])
+
+
+def ignore_index_of(posterior: Predictor) -> int:
+    """Return the label that marks positions without a label, as chosen when the posterior was fitted."""
+    heads = [component.head for component in getattr(posterior, "components", ())]
+    return heads[0].ignore_index if heads and heads[0] is not None else IGNORE_INDEX
+
+
+def correctness(answers: Array, labels: Any, choices: int | None, ignore_index: int) -> Array:
     """Return whether each answer is right, 0 or 1, as an array (n, q); NaN where the label is missing."""
     try:
         truth = as_rows(labels).astype(np.float64)
@@ -61,14 +74,15 @@ def correctness(answers: Array, labels: Any) -> Array:
         )
     if answers.ndim == 3:
         return np.where(np.isnan(truth), np.nan, (answers[:, 0] <= truth) & (truth <= answers[:, 1]))
-    return np.where(np.isnan(truth) | (truth == IGNORE_INDEX), np.nan, answers == truth)
-
-
-def mean_known(correct: Array) -> Array:
-    """Return the mean (n,) over the known values (n, q) of each input; NaN if none is known."""
-    known = ~np.isnan(correct)
-    sums = np.where(known, correct, 0).sum(1)
-    return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
+    missing = np.isnan(truth) | (truth == ignore_index)
+    if choices is not None:
+        wrong = truth[~missing & ((truth < 0) | (truth >= choices) | (truth % 1 != 0))]
+        if len(wrong):
+            raise DataError(
+                f"must be whole numbers from 0 to {choices - 1}, or {ignore_index} where a label is missing; got {wrong[0]:g}.",
+                argument="labels",
+            )
+    return np.where(missing, np.nan, answers == truth)
 
 
 def is_dense(prediction: Any) -> bool:
@@ -92,21 +106,37 @@ class Baseline:
     """Accuracy or, for regression, coverage of intervals; None without labels."""
     confidence: ConfidenceThreshold | None = None
     """Threshold on the confidence; None for regression and without labels."""
+    choices: int | None = None
+    """Number of values that a label can have; None for regression, or if it is unknown."""
+    ignore_index: int = IGNORE_INDEX
+    """Label that stands for a missing label."""
+    fingerprint: str | None = None
+    """Fingerprint of the predictor; None if it is unknown."""
 
     @classmethod
     def of_columns(
-        cls, scores: Array, confidence: Array | None, correct: Array | None, *, pooled: bool = False
+        cls, scores: Array, confidence: Array | None, correct: Array | None, *, pooled: bool = False, **known: Any
     ) -> Baseline:
-        """Return the baseline of validation data with scores (m,), confidences (m, q) and correctness (m, q), NaN where unknown."""
+        """Return the baseline of validation data with scores (m,), confidences (m, q) and correctness (m, q), NaN where unknown.
+
+        The fields about labels and the predictor are passed by name.
+        """
         counts, _ = ScoreCounts().add(scores, np.zeros(len(scores)))
         quantiles = tuple(np.quantile(scores, LEVELS).tolist())
-        baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None)
+        baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None, **known)
         if correct is None or np.isnan(correct).all():
             return baseline
         if confidence is None:
             return replace(baseline, accuracy=float(np.nanmean(correct)))
         threshold = ConfidenceThreshold.fit(confidence, correct, pooled=pooled)
         return replace(baseline, accuracy=threshold.accuracy, confidence=threshold)
+
+    def outcomes(self, answers: Array, labels: Any) -> Array:
+        """Return the share (n,) of each input's answers that are right, among those with a label; NaN without any label."""
+        correct = correctness(answers, labels, self.choices, self.ignore_index)
+        known = ~np.isnan(correct)
+        sums = np.where(known, correct, 0).sum(1)
+        return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
 
     @classmethod
     def read(cls, posterior: Predictor, loader: Iterable[Any]) -> Baseline:
@@ -115,17 +145,20 @@ class Baseline:
         confidences: list[Array] = []
         corrects: list[Array] = []
         pooled = False
+        choices = None
+        ignore_index = ignore_index_of(posterior)
         for index, raw in enumerate(loader):
             batch_name = f"batch {index} of the validation loader"
             batch = as_batch(raw, batch_name)
             prediction = posterior.predict_batch(batch.inputs).cpu()
             answers = answers_of(prediction)
+            choices = choices_of(prediction)
             with located(batch_name):
                 missing = np.full((len(answers), answers.shape[-1]), np.nan)
                 labels = batch.labels
                 if isinstance(prediction, Prediction):
-                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, IGNORE_INDEX, batch_name)
-                correct = missing if labels is None else correctness(answers, labels)
+                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, ignore_index, batch_name)
+                correct = missing if labels is None else correctness(answers, labels, choices, ignore_index)
             positions = np.arange(correct.shape[1])
             if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:
                 pooled = True
@@ -137,4 +170,5 @@ class Baseline:
         if not scores:
             raise DataError("the validation loader is empty. Pass at least one batch.")
         columns = np.concatenate(confidences) if confidences else None
-        return cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled)
+        known = {"choices": choices, "ignore_index": ignore_index, "fingerprint": posterior.fingerprint}
+        return cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled, **known)

@@ -10,7 +10,7 @@ import numpy as np
 
 from molaplace.errors import OptionError
 from molaplace.monitoring.alarm import BETS, Contribution, log_factors
-from molaplace.monitoring.baseline import Baseline, answers_of, as_rows, correctness, is_dense, mean_known, scores_of
+from molaplace.monitoring.baseline import Baseline, answers_of, as_rows, is_dense, scores_of
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.labelled import SHARES, log_fall_factors
 from molaplace.monitoring.ranks import Array, ScoreCounts, uniform_draws
@@ -80,7 +80,7 @@ class Stream:
         if baseline.confidence is not None:
             shares = baseline.confidence.shares(as_rows(prediction.confidence))
         answers = answers_of(prediction)
-        outcomes = None if labels is None else mean_known(correctness(answers, labels))
+        outcomes = None if labels is None else baseline.outcomes(answers, labels)
         columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
         if not is_dense(prediction):
             columns["answers"] = answers

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import OptionError, StorageError
+from molaplace.fingerprints import check_fingerprint
 from molaplace.monitoring.accuracy import ConfidenceThreshold, ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm
-from molaplace.monitoring.baseline import Baseline, as_rows, correctness, mean_known
+from molaplace.monitoring.baseline import Baseline, as_rows
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.labelled import LabelledAccuracy, confidence_sequence
 from molaplace.monitoring.ranks import ScoreCounts
@@ -57,9 +58,9 @@ class Watch:
         The inputs must come in the order in which they arrive, or in random order: a folder sorted by class is not exchangeable.
 
         Args:
-            prediction: predictions for the next inputs, of any number.
+            prediction: predictions for the next inputs, of any number, by the predictor with which the watch was created.
             labels: labels of these inputs or, without a prediction, of earlier inputs: class indices (n,), labels (n, C) or, for
-                regression, targets (n,) or (n, D). NaN or -100 marks a missing label.
+                regression, targets (n,) or (n, D). NaN or -100 (or the posterior's `ignore_index`) marks a missing label.
             positions: positions (n,) of the earlier inputs, counted from 0 over the whole stream. They may be omitted if there are
                 labels for all inputs in the window that have none yet, in order.
         """
@@ -77,6 +78,7 @@ class Watch:
                 f"must be a mola.{kind.__name__}, like the predictions for the validation data; got a {type(prediction).__name__}.",
                 argument="prediction",
             )
+        check_fingerprint(prediction, self.baseline.fingerprint, "this watch")
         if positions is not None:
             raise OptionError(
                 "are for labels without a prediction. New inputs have the next positions.", argument="positions"
@@ -113,7 +115,7 @@ class Watch:
                 )
             if len(np.unique(indices)) < len(indices) or not waiting[indices].all():
                 raise OptionError("contain an input twice, or an input that already has a label.", argument="positions")
-        outcomes = mean_known(correctness(stream.window["answers"][indices], labels))
+        outcomes = self.baseline.outcomes(stream.window["answers"][indices], labels)
         return stream.judged(indices + stream.first, outcomes, self.baseline, self.options)
 
     # --- what can be read at any time ---------------------------------------------------------------------------------
@@ -264,6 +266,9 @@ SCHEMA = {
         "strange": float,
         "regression": bool,
         "accuracy": Optional(float),
+        "choices": Optional(int),
+        "ignore_index": float,
+        "fingerprint": Optional(str),
         "confidence": Optional(
             {
                 **{name: [float] for name in ("thresholds", "fractions")},
