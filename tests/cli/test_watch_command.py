@@ -64,7 +64,7 @@ def test_the_log_and_the_page_hold_what_the_library_says(kind, watch_command, tm
     assert lines[-1]["evidence"] == saved.alarm.now
     assert (lines[-1]["accuracy"], lines[-1]["low"]) == (saved.accuracy.value, saved.accuracy.low)
     page = Page((tmp_path / "watch.html").read_text())
-    assert "Is it still all right?" in page.text
+    assert "No alarm" in page.text
     assert "Expected accuracy of the last 800 inputs" in page.text
     assert f"{len(lines)} batches" in page.text
 

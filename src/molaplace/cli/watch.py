@@ -241,7 +241,12 @@ def _alarm_sentence(log: WatchLog) -> str:
 
 
 def _capital(logarithm: float) -> str:
-    return f"{math.exp(logarithm):,.3g}" if logarithm < math.log(1e4) else f"1e{logarithm / math.log(10):.0f}"
+    from molaplace.report.watch_page import LARGEST
+
+    power = logarithm / math.log(10)
+    if power > LARGEST:
+        return f"above 1e{LARGEST:.0f}"
+    return f"{math.exp(logarithm):,.3g}" if power < 4 else f"1e{power:.0f}"
 
 
 def _accuracy_sentence(watch: Watch) -> str:

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from molaplace import __version__
 from molaplace.report.style import COLOURS, INK, Figure, Planned, canvas, quiet_axes, render
 from molaplace.report.writing import render_page
 
-HEIGHT = 2.5
+WIDTH = 4.8
+"""Width of a figure in inches: all of it fits on a phone, because the latest inputs are on the right."""
+
+HEIGHT = 2.1
 LARGEST = 12.0
 """Power of ten at which the evidence is cut off in the figure."""
 
@@ -21,9 +25,9 @@ SCORES = (
     "quantiles of the validation data."
 )
 EVIDENCE = (
-    "Capital of bets that the inputs have changed, which began at 1. If nothing changes, the probability that it ever reaches the dashed "
-    "line is at most alpha. Without a change, it falls; after an alarm, it may fall again, because the ranks then include the new inputs. "
-    "The figure ends at 12."
+    "Capital of bets that the inputs have changed, which began at 1. If nothing changes, it falls, and the probability that it ever "
+    "reaches the dashed line, where the alarm is raised, is at most alpha. After an alarm, it may fall again, because the ranks then "
+    "include the new inputs. The figure ends at 1e12."
 )
 ACCURACY = (
     "Expected accuracy of the recent inputs, from their confidence, with a 95 % interval that counts the sampling error. The dashed line "
@@ -47,12 +51,10 @@ def watch_page(
         sentences: the alarm, the accuracy and the strangest inputs in words.
         pictures: name, score and picture (a data URL, or None) of the strangest inputs.
     """
-    figures = {
-        "evidence": Planned("Evidence of a change", EVIDENCE, partial(draw_evidence, lines)),
-        "scores": Planned("Outlier scores", SCORES, partial(draw_scores, lines, quantiles)),
-    }
+    figures = {"evidence": Planned("Evidence of a change", EVIDENCE, partial(draw_evidence, lines))}
     if any(line["accuracy"] is not None for line in lines):
         figures["accuracy"] = Planned("Expected accuracy", ACCURACY, partial(draw_accuracy, lines, accuracy))
+    figures["scores"] = Planned("Outlier scores", SCORES, partial(draw_scores, lines, quantiles))
     return render_page(
         "watch",
         lines=lines,
@@ -65,7 +67,7 @@ def watch_page(
 
 def _panel(lines: Sequence[Mapping[str, Any]], label: str) -> tuple[Figure, Any, np.ndarray[Any, Any]]:
     # A figure with one panel, and the number of inputs after each batch. A single batch is drawn as a dot.
-    figure, (panel,) = canvas(1, 1, HEIGHT)
+    figure, (panel,) = canvas(1, 1, HEIGHT, WIDTH)
     quiet_axes(panel)
     inputs = np.array([line["inputs"] for line in lines], dtype=float)
     panel.set(xlabel="inputs", ylabel=label, xlim=(0, 1.02 * inputs.max(initial=1)))
@@ -73,8 +75,8 @@ def _panel(lines: Sequence[Mapping[str, Any]], label: str) -> tuple[Figure, Any,
     if began is not None:
         panel.axvline(began, color="#d55e00", linewidth=1.0)
         panel.annotate(
-            "change", (began, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -9), textcoords="offset points",
-            color="#d55e00", fontsize=8,
+            "change", (began, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+            color="#d55e00", fontsize=8, ha="center",
         )  # fmt: skip
     return figure, panel, inputs
 
@@ -96,12 +98,18 @@ def draw_scores(lines: Sequence[Mapping[str, Any]], quantiles: Sequence[float]) 
 
 
 def draw_evidence(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the capital, as a power of ten, and the threshold of the alarm."""
-    figure, panel, inputs = _panel(lines, "evidence, power of ten")
+    """Draw the capital as a power of ten, and the threshold of the alarm."""
+    figure, panel, inputs = _panel(lines, "evidence")
     powers = np.array([line["evidence"] for line in lines], dtype=float) / np.log(10)
     panel.plot(inputs, np.minimum(powers, LARGEST), **_line_style(len(lines)))
     for line in lines[-1:]:
-        panel.axhline(line["threshold"] / np.log(10), color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        threshold = line["threshold"] / np.log(10)
+        panel.axhline(threshold, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        panel.annotate(
+            "alarm", (0.01, threshold), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", fontsize=8
+        )  # fmt: skip
+    panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.yaxis.set_major_formatter(lambda power, _: f"1e{power:.0f}" if power else "1")
     return figure
 
 
