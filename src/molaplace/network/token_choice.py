@@ -42,8 +42,7 @@ def causal_language_model(network: nn.Module) -> Any:
 def token_ids(tokens: Any, tokenizer: Any = None) -> list[int]:
     """Return the ids of tokens, given as ids or as strings; raise `OptionError` unless each is one token and all are different."""
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    whole = isinstance(values, Sequence) and not isinstance(values, str)
-    kinds = {type(token) for token in values} if whole else set()
+    kinds = {type(token) for token in values} if isinstance(values, (list, tuple)) else set()
     if kinds not in ({int}, {str}) or len(values) < 2:
         raise OptionError(
             f"must be two or more ids of tokens, such as [330, 365], or strings together with tokenizer=; got {tokens!r}.",
@@ -173,8 +172,8 @@ def _layer_of(model: nn.Module, tokens: Sequence[int]) -> nn.Linear:
             f"{kind} is not a causal language model of transformers with output embeddings (lm_head), which `tokens` needs. Load the "
             f"model with AutoModelForCausalLM. Encoders, with or without a decoder, do not predict the token after a text."
         )
-    parameters = list(embeddings.parameters())
-    if not parameters or not all(parameter.is_floating_point() for parameter in parameters):
+    floating = [parameter.is_floating_point() for parameter in embeddings.parameters()]
+    if not floating or not all(floating):
         raise HeadError(
             f"the output embeddings (lm_head) of {kind} are quantised: a {type(embeddings).__name__} without weights in floating point. "
             f"Leave them in floating point when you quantise the model, for example by llm_int8_skip_modules=['lm_head']."
@@ -212,22 +211,17 @@ def _rows(layer: nn.Module, features: Tensor, vocabulary: int, tokens: Sequence[
             f"must be ids from 0 to {vocabulary - 1:,}, the size of the model's vocabulary; got {list(tokens)}.",
             argument="tokens",
         )
-    weights = []
-    biases = []
+    shape = (len(tokens), features.shape[-1])
     with torch.inference_mode(False), torch.enable_grad():
-        for part in torch.split(torch.tensor(tokens, device=features.device), 64):
-            x = torch.zeros(
-                len(part), features.shape[-1], dtype=features.dtype, device=features.device, requires_grad=True
-            )
-            outputs = layer.forward(x).gather(1, part[:, None])
-            weights.append(torch.autograd.grad(outputs.sum(), x)[0])
-            biases.append(outputs.detach().squeeze(1))
-    bias = torch.cat(biases)
-    has_bias = getattr(layer, "bias", None) is not None or bool(bias.any())
-    rows = nn.Linear(features.shape[-1], len(tokens), bias=has_bias, device="meta", dtype=features.dtype)
-    rows.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-    if has_bias:
-        rows.bias = nn.Parameter(bias, requires_grad=False)
+        x = torch.zeros(shape, dtype=features.dtype, device=features.device, requires_grad=True)
+        outputs = layer.forward(x)[range(len(tokens)), tokens]
+        (weight,) = torch.autograd.grad(outputs.sum(), x)
+        bias = outputs.detach()
+        has_bias = getattr(layer, "bias", None) is not None or bool(bias.any())
+        rows = nn.Linear(shape[1], shape[0], bias=has_bias, dtype=features.dtype, device="meta")
+        rows.weight = nn.Parameter(weight, requires_grad=False)
+        if has_bias:
+            rows.bias = nn.Parameter(bias, requires_grad=False)
     return rows
 
 
