@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
@@ -186,7 +186,8 @@ def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline
         confidence = columns["confidence"].numpy()[:, None] if "confidence" in columns else missing[:, None]
         if "true_rank" in columns:
             correct = (columns["true_rank"].numpy() == 1).astype(float)[:, None]
-    return Baseline.of_columns(columns[SCORE].numpy(), confidence, correct, fingerprint=fitted.posterior.fingerprint)
+    baseline = Baseline.of_columns(columns[SCORE].numpy(), confidence, correct)
+    return replace(baseline, fingerprint=fitted.posterior.fingerprint)
 
 
 def _digests(names: Sequence[str], inputs: Any) -> list[int]:

@@ -39,8 +39,8 @@ def scores_of(prediction: Any) -> Array:
     return as_rows(prediction.ood_score).mean(1)
 
 
-def answers_of(prediction: Any) -> Array:
-    """Return what labels are compared with: predicted labels (n, q) or, for regression, the ends of intervals (n, 2, q)."""
+def predicted_values(prediction: Any) -> Array:
+    """Return what labels are compared with: the predicted labels (n, q) or, for regression, the ends of intervals (n, 2, q)."""
     if isinstance(prediction, RegressionPrediction):
         return np.stack([as_rows(end) for end in prediction.interval(INTERVAL)], axis=1)
     return as_rows(prediction.label).astype(np.int32)
@@ -59,21 +59,21 @@ def ignore_index_of(posterior: Predictor) -> int:
     return heads[0].ignore_index if heads and heads[0] is not None else IGNORE_INDEX
 
 
-def correctness(answers: Array, labels: Any, choices: int | None, ignore_index: int) -> Array:
-    """Return whether each answer is right, 0 or 1, as an array (n, q); NaN where the label is missing."""
+def correctness(predicted: Array, labels: Any, choices: int | None, ignore_index: int) -> Array:
+    """Return whether each predicted value is right, 0 or 1, as an array (n, q); NaN where the label is missing."""
     try:
         truth = as_rows(labels).astype(np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"must be numbers, got a {type(labels).__name__}.", argument="labels") from error
-    expected = (len(answers), answers.shape[-1])
+    expected = (len(predicted), predicted.shape[-1])
     if truth.shape != expected:
         raise DataError(
             f"must have one row for each of {counted(expected[0], 'input')} and {counted(expected[1], 'value')} in each row; got shape "
             f"{tuple(np.shape(labels))}.",
             argument="labels",
         )
-    if answers.ndim == 3:
-        return np.where(np.isnan(truth), np.nan, (answers[:, 0] <= truth) & (truth <= answers[:, 1]))
+    if predicted.ndim == 3:
+        return np.where(np.isnan(truth), np.nan, (predicted[:, 0] <= truth) & (truth <= predicted[:, 1]))
     missing = np.isnan(truth) | (truth == ignore_index)
     if choices is not None:
         wrong = truth[~missing & ((truth < 0) | (truth >= choices) | (truth % 1 != 0))]
@@ -82,7 +82,7 @@ def correctness(answers: Array, labels: Any, choices: int | None, ignore_index: 
                 f"must be whole numbers from 0 to {choices - 1}, or {ignore_index} where a label is missing; got {wrong[0]:g}.",
                 argument="labels",
             )
-    return np.where(missing, np.nan, answers == truth)
+    return np.where(missing, np.nan, predicted == truth)
 
 
 def is_dense(prediction: Any) -> bool:
@@ -115,15 +115,12 @@ class Baseline:
 
     @classmethod
     def of_columns(
-        cls, scores: Array, confidence: Array | None, correct: Array | None, *, pooled: bool = False, **known: Any
+        cls, scores: Array, confidence: Array | None, correct: Array | None, *, pooled: bool = False
     ) -> Baseline:
-        """Return the baseline of validation data with scores (m,), confidences (m, q) and correctness (m, q), NaN where unknown.
-
-        The fields about labels and the predictor are passed by name.
-        """
+        """Return the baseline of validation data with scores (m,), confidences (m, q) and correctness (m, q), NaN where unknown."""
         counts, _ = ScoreCounts().add(scores, np.zeros(len(scores)))
         quantiles = tuple(np.quantile(scores, LEVELS).tolist())
-        baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None, **known)
+        baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None)
         if correct is None or np.isnan(correct).all():
             return baseline
         if confidence is None:
@@ -131,9 +128,9 @@ class Baseline:
         threshold = ConfidenceThreshold.fit(confidence, correct, pooled=pooled)
         return replace(baseline, accuracy=threshold.accuracy, confidence=threshold)
 
-    def outcomes(self, answers: Array, labels: Any) -> Array:
-        """Return the share (n,) of each input's answers that are right, among those with a label; NaN without any label."""
-        correct = correctness(answers, labels, self.choices, self.ignore_index)
+    def outcomes(self, predicted: Array, labels: Any) -> Array:
+        """Return the share (n,) of each input's predicted values that are right, among those with a label; NaN without any label."""
+        correct = correctness(predicted, labels, self.choices, self.ignore_index)
         known = ~np.isnan(correct)
         sums = np.where(known, correct, 0).sum(1)
         return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
@@ -151,14 +148,14 @@ class Baseline:
             batch_name = f"batch {index} of the validation loader"
             batch = as_batch(raw, batch_name)
             prediction = posterior.predict_batch(batch.inputs).cpu()
-            answers = answers_of(prediction)
+            predicted = predicted_values(prediction)
             choices = choices_of(prediction)
             with located(batch_name):
-                missing = np.full((len(answers), answers.shape[-1]), np.nan)
+                missing = np.full((len(predicted), predicted.shape[-1]), np.nan)
                 labels = batch.labels
                 if isinstance(prediction, Prediction):
                     labels = labels_of_logits([posterior], batch, prediction.probs.shape, ignore_index, batch_name)
-                correct = missing if labels is None else correctness(answers, labels, choices, ignore_index)
+                correct = missing if labels is None else correctness(predicted, labels, choices, ignore_index)
             positions = np.arange(correct.shape[1])
             if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:
                 pooled = True
@@ -170,5 +167,5 @@ class Baseline:
         if not scores:
             raise DataError("the validation loader is empty. Pass at least one batch.")
         columns = np.concatenate(confidences) if confidences else None
-        known = {"choices": choices, "ignore_index": ignore_index, "fingerprint": posterior.fingerprint}
-        return cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled, **known)
+        baseline = cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled)
+        return replace(baseline, choices=choices, ignore_index=ignore_index, fingerprint=posterior.fingerprint)

@@ -10,7 +10,7 @@ import numpy as np
 
 from molaplace.errors import OptionError
 from molaplace.monitoring.alarm import BETS, Contribution, log_factors
-from molaplace.monitoring.baseline import Baseline, answers_of, as_rows, is_dense, scores_of
+from molaplace.monitoring.baseline import Baseline, as_rows, is_dense, predicted_values, scores_of
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.labelled import SHARES, log_fall_factors
 from molaplace.monitoring.ranks import Array, ScoreCounts, uniform_draws
@@ -59,7 +59,7 @@ class Stream:
     """Sum of the correctness of the inputs with labels."""
     window: Mapping[str, Array] = field(default_factory=dict)
     """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label), and
-    "answers"."""
+    "predicted"."""
 
     @property
     def count(self) -> int:
@@ -79,11 +79,11 @@ class Stream:
         shares = np.zeros(len(scores))
         if baseline.confidence is not None:
             shares = baseline.confidence.shares(as_rows(prediction.confidence))
-        answers = answers_of(prediction)
-        outcomes = None if labels is None else baseline.outcomes(answers, labels)
+        predicted = predicted_values(prediction)
+        outcomes = None if labels is None else baseline.outcomes(predicted, labels)
         columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
         if not is_dense(prediction):
-            columns["answers"] = answers
+            columns["predicted"] = predicted
         window = {
             name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
             for name, values in columns.items()
@@ -91,9 +91,9 @@ class Stream:
         stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
         if outcomes is None:
             return stream
-        return stream.judged(self.count + np.arange(len(scores)), outcomes, baseline, options)
+        return stream.with_outcomes(self.count + np.arange(len(scores)), outcomes, baseline, options)
 
-    def judged(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
+    def with_outcomes(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
         """Return the stream with the correctness (n,) of the inputs at some positions; NaN where the label is missing."""
         known = ~np.isnan(outcomes)
         if not known.any():

@@ -90,7 +90,7 @@ class Watch:
     def _with_labels(self, stream: Stream, labels: Any, positions: Any) -> Stream:
         if labels is None:
             raise OptionError("pass predictions for new inputs, labels for earlier inputs, or both.")
-        if "answers" not in stream.window:
+        if "predicted" not in stream.window:
             raise OptionError(
                 "cannot arrive later for dense outputs, or before the first prediction. Pass them with the predictions.",
                 argument="labels",
@@ -115,8 +115,8 @@ class Watch:
                 )
             if len(np.unique(indices)) < len(indices) or not waiting[indices].all():
                 raise OptionError("contain an input twice, or an input that already has a label.", argument="positions")
-        outcomes = self.baseline.outcomes(stream.window["answers"][indices], labels)
-        return stream.judged(indices + stream.first, outcomes, self.baseline, self.options)
+        outcomes = self.baseline.outcomes(stream.window["predicted"][indices], labels)
+        return stream.with_outcomes(indices + stream.first, outcomes, self.baseline, self.options)
 
     # --- what can be read at any time ---------------------------------------------------------------------------------
 
