@@ -127,3 +127,20 @@ def test_results_are_the_metrics_of_all_data_at_once():
         assert measures["auroc"] == pytest.approx(float(wins.mean()), rel=1e-12)
         assert out.errors[name]["auroc"] == pytest.approx(area_between(scores[name], beyond[name]).error)
     assert out.confidence == metrics.mean_confidence(far)
+
+
+def test_bins_of_a_reliability_diagram_have_equal_numbers_of_expected_errors():
+    probs, *_, labels = ensemble(500)
+    columns = PredictionColumns()
+    columns.add_probabilities(probs, labels, outlier_scores(probs))
+    count, confidence, correct = torch.tensor(labelled_result(columns, equal_errors=True).reliability).double().T
+    most, predicted = probs.double().max(1)
+    assert_close(
+        torch.stack([count.sum(), confidence.sum(), correct.sum()]), [500.0, most.sum(), (predicted == labels).sum()]
+    )
+    errors = count - confidence
+    assert (errors - errors.mean()).abs().max() < 1, "a prediction at the edge of a bin has at most one expected error"
+    assert (torch.diff(confidence / count) > 0).all()
+    sure = PredictionColumns()
+    sure.add_probabilities(torch.eye(4)[labels], labels, outlier_scores(torch.eye(4)[labels]))
+    assert labelled_result(sure, equal_errors=True).reliability == [[500.0, 500.0, 500.0]]

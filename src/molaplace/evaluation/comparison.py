@@ -67,8 +67,8 @@ class LabelledResult:
     """Metrics by name; see `METRICS`. For regression: "rmse", "nll", "crps", "std", and the coverage and mean width of intervals, such
     as "coverage_90" and "width_90"."""
     reliability: list[list[float]]
-    """Number of predictions, sum of their confidences and number of correct predictions in each of 15 confidence bins; empty in
-    ablations."""
+    """Number of predictions, sum of their confidences and number of correct predictions in each confidence bin: at most 8
+    bins with equal numbers of expected errors in single-run comparisons, 15 of equal width in suites; empty in ablations."""
     histogram: list[int]
     """Number of predictions in each of the `CONFIDENCE_BINS` confidence bins; empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)

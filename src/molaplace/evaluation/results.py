@@ -37,6 +37,9 @@ from molaplace.evaluation.leads import differences, labelled_leads, outlier_lead
 NUM_EXAMPLES = 8
 """Number of inputs from each set that a report shows."""
 
+MOST_BINS, LEAST_ERRORS = 8, 2
+"""Maximum number of bins in a reliability diagram of one run, and minimum number of expected errors in each."""
+
 CURVE_POINTS = 100
 """Maximum number of points in a risk-coverage curve."""
 
@@ -63,14 +66,16 @@ def labelled_result(
     level: float = 0.0,
     *,
     detail: bool = True,
+    equal_errors: bool = False,
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
     """Return a method's results on labelled data, with every metric that is defined.
 
-    If `detail` is True, the result includes the bins needed for figures. `classes` adds results for each class or, for regression,
-    contains the names of the outputs. `types` adds results for each type of shift; data point i has the type with index i modulo the
-    number of types.
+    If `detail` is True, the result includes the bins needed for figures. The bins of the reliability diagram have equal width, so that
+    they can be added over runs, or, with `equal_errors`, equal numbers of expected errors. `classes` adds results for each class or, for
+    regression, contains the names of the outputs. `types` adds results for each type of shift; data point i has the type with index i
+    modulo the number of types.
     """
     measurements = measured(columns)
     data = columns.data
@@ -80,7 +85,7 @@ def labelled_result(
         level=level,
         count=len(data),
         metrics=_values(measurements) if regression else _class_metrics(data, _values(measurements), classes),
-        reliability=metrics.bin_sums(data["confidence"], data["correct"]).tolist() if bins else [],
+        reliability=_reliability(data, equal_errors=equal_errors) if bins else [],
         histogram=_histogram(data) if bins else [],
         errors=_errors(measurements),
         classes=_by_class(data, classes) if classes and not regression else {},
@@ -160,6 +165,22 @@ def _by_type(data: Columns, types: Sequence[str]) -> dict[str, dict[str, float]]
         # Six digits suffice for metrics on a few hundred examples and keep files small.
         by_type[name] = {metric: float(f"{values[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return by_type
+
+
+def _reliability(data: Columns, *, equal_errors: bool) -> list[list[float]]:
+    # Bins of equal width would put most predictions of an accurate network into one bin. Bins with equal sums of 1 - confidence spread
+    # over the axis, and their error rates are estimated with about the same relative precision.
+    confidence, order = data["confidence"].sort(stable=True)
+    correct = data["correct"][order]
+    if not equal_errors:
+        return metrics.bin_sums(confidence, correct).tolist()
+    doubt = 1 - confidence
+    total = float(doubt.sum())
+    bins = min(MOST_BINS, int(total / LEAST_ERRORS)) if total > 2 * LEAST_ERRORS else 1
+    index = ((doubt.cumsum(0) - doubt / 2) * bins / total).long() if bins > 1 else torch.zeros_like(order)
+    return torch.stack(
+        [torch.bincount(index), torch.bincount(index, confidence), torch.bincount(index, correct)], 1
+    ).tolist()
 
 
 def _histogram(data: Columns) -> list[int]:
@@ -291,7 +312,8 @@ def compare(
         method: MethodResult(
             chosen=values,
             labelled={
-                name: labelled_result(columns[name][method], level, classes=classes) for name, level in levels.items()
+                name: labelled_result(columns[name][method], level, equal_errors=True, classes=classes)
+                for name, level in levels.items()
             },
             outliers={name: outlier_result(inliers[method], columns[name][method]) for name in outliers},
             examples={name: examples_of(columns[name][method]) for name in pictures},

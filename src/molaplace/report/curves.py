@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from matplotlib.lines import Line2D
+from numpy.typing import ArrayLike, NDArray
 
 from molaplace.report.numbers import Formatted
-from molaplace.report.style import INK, Axes, Figure, canvas, quiet_axes, shared_legend, strokes
+from molaplace.report.style import INK, WIDTH, Figure, Strokes, canvas, quiet_axes, shared_legend
 from molaplace.report.tables import SHIFT_METRICS
 
 DOTTED = (0, (1, 1.6))
@@ -19,9 +20,9 @@ LONG_DASHES = (0, (5, 2.5))
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": LONG_DASHES, "linewidth": 0.9}
 """Line style of the diagonal on which calibrated predictions lie."""
 
-MIN_COUNT, MIN_SHARE = 5, 0.001
+MIN_COUNT, MIN_SHARE = 3, 0.001
 """A bin is drawn only if it contains at least this many predictions and at least this fraction of all predictions. The accuracy
-in smaller bins is mostly noise. The calibration error includes all bins."""
+of smaller bins is mostly noise. The calibration error includes all bins."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ Estimates = Mapping[str, Formatted | None]
 
 
 def estimates_panel(
-    title: str, estimates: Mapping[float, Estimates], labels: Sequence[str], settings: Mapping[str, Any]
+    title: str, estimates: Mapping[float, Estimates], drawn: Strokes, settings: Mapping[str, Any]
 ) -> Panel:
     """Return a panel with a line for each label through the estimates at each position; bands show one standard error."""
     lines = []
-    for label, stroke in strokes(labels).items():
+    for label, stroke in drawn.items():
         known = {x: value for x, by_label in estimates.items() if (value := by_label.get(label)) is not None}
         errors = np.nan_to_num([estimate.error for estimate in known.values()])
         style = {"marker": "o", "markersize": 2.6, **stroke}
@@ -86,7 +87,7 @@ def draw_against_level(
     levels: Sequence[float],
     metrics: Sequence[str],
     axis: str,
-    methods: Sequence[str],
+    drawn: Strokes,
     estimates: Callable[[float, str], Estimates],
 ) -> Figure:
     """Plot metrics against the level of shift; `estimates(level, metric)` returns the estimate of each method."""
@@ -95,36 +96,50 @@ def draw_against_level(
     for metric in metrics:
         by_level = {level: estimates(level, metric) for level in levels}
         settings = {"xlabel": axis, "xticks": ticks} | ({"ylim": (0, None)} if metric in ("brier", "ece") else {})
-        panels.append(estimates_panel(SHIFT_METRICS[metric].name, by_level, methods, settings))
+        panels.append(estimates_panel(SHIFT_METRICS[metric].name, by_level, drawn, settings))
     return draw_panels(panels, 2.4)
 
 
-def draw_reliability(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figure:
-    """Plot accuracy against confidence; the area of each dot shows the share of predictions in its bin.
+def draw_reliability(bins: Mapping[str, Mapping[str, ArrayLike]], drawn: Strokes) -> Figure:
+    """Plot accuracy against confidence in one panel for each method; all panels have the same axes, which fit the data.
 
-    `panels` maps the title of each panel to the bins of each method: for each bin, the number of predictions, the sum of confidences
-    and the number of correct predictions.
+    `bins` maps each method to the bins of each set: for each bin, the number of predictions, the sum of confidences and the number of
+    correct predictions. The last set has the strongest colour.
     """
-    figure, axes = canvas(-(-len(panels) // 2), 2, 3.4)
-    drawn = strokes(dict.fromkeys(method for bins in panels.values() for method in bins))
-    for axis, (title, bins_by_method) in zip(axes, panels.items(), strict=False):
+    columns = min(4, len(bins))
+    figure, axes = canvas(-(-len(bins) // columns), columns, 0.75 + 0.8 * WIDTH / columns, sharey=True)
+    points = {method: {name: _bin_points(of_set) for name, of_set in by_set.items()} for method, by_set in bins.items()}
+    values = [row[:2].min() for by_set in points.values() for row in by_set.values() if row.size]
+    lowest = min(0.9, np.floor(10 * min(values, default=0)) / 10)
+    sets = dict.fromkeys(name for by_set in bins.values() for name in by_set)
+    shades = dict(zip(sets, np.linspace(1, 1 / len(sets), len(sets))[::-1], strict=True))
+    for index, (axis, (method, by_set)) in enumerate(zip(axes, points.items(), strict=False)):
         quiet_axes(axis)
-        axis.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        for method, bins in bins_by_method.items():
-            _draw_bins(axis, np.asarray(bins, dtype=np.float64).reshape(-1, 3), method, drawn[method])
-        axis.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03))
-        axis.set_aspect("equal", anchor="N")  # anchored at the top, to leave space for a legend below
-        axis.set_title(title, fontsize=9)
-    shared_legend(figure, axes, len(panels))
+        axis.plot([0, 1], [0, 1], **GUIDE)
+        for name, (x, y, low, high) in by_set.items():
+            style = {"color": drawn[method]["color"], "alpha": shades[name]}
+            axis.plot(x, y, linewidth=1.3, marker="o", markersize=3.2, **style)
+            axis.vlines(x, low, high, linewidth=0.8, **style)
+        axis.set(xlim=(lowest, 1.02), ylim=(lowest, 1.02), aspect="equal")
+        axis.set_title(method, fontsize=8.5, color=drawn[method]["color"])
+        if index + columns < len(bins):
+            axis.tick_params(labelbottom=False)
+        else:
+            axis.set_xlabel("confidence")
+    for axis in axes[::columns]:
+        axis.set_ylabel("accuracy")
+    legend = [
+        Line2D([], [], color=INK, alpha=shade, marker="o", markersize=3.2, label=name) for name, shade in shades.items()
+    ]
+    shared_legend(figure, axes, len(bins), legend if len(sets) > 1 else [])
     return figure
 
 
-def _draw_bins(axis: Axes, bins: Any, label: str, stroke: Mapping[str, Any]) -> None:
-    count, confidence, correct = bins[bins[:, 0] >= max(MIN_COUNT, MIN_SHARE * bins[:, 0].sum())].T
-    if not len(count):
-        return
-    x = confidence / count
-    y = correct / count
-    axis.plot(x, y, linewidth=1.2, label=label, **stroke)
-    area = 6 + 160 * count / count.sum()
-    axis.scatter(x, y, s=area, color=stroke["color"], alpha=0.75, linewidths=0, zorder=3)
+def _bin_points(bins: ArrayLike) -> NDArray[np.float64]:
+    # Return the mean confidence, the accuracy and both ends of its 95 % interval (Wilson's) of each bin, as rows.
+    rows = np.asarray(bins, dtype=np.float64).reshape(-1, 3)
+    count, confidence, correct = rows[rows[:, 0] >= max(MIN_COUNT, MIN_SHARE * rows[:, 0].sum())].T
+    squared = 1.96**2
+    middle = (correct + squared / 2) / (count + squared)
+    half = np.sqrt(squared * (correct * (1 - correct / count) + squared / 4)) / (count + squared)
+    return np.stack([confidence / count, correct / count, middle - half, middle + half])

@@ -16,8 +16,10 @@ from molaplace.report.style import INK, Figure, Planned, colours, strokes
 
 RELIABILITY = (
     "Calibration",
-    "Accuracy against confidence, in bins of equal width. Overconfident predictions lie below the dashed line.",
+    "Accuracy and mean confidence of the predictions in each confidence bin. Vertical lines are 95 % intervals for independent "
+    "predictions. Overconfident predictions lie below the dashed line.",
 )
+EQUAL_ERRORS = "All bins of a method have the same number of expected errors."
 SHARES = "Share of inputs by confidence, on a square-root scale. A good method is less confident on outliers than on test data."
 
 MOST_PANELS = 2
@@ -26,9 +28,9 @@ MOST_PANELS = 2
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     """Return the figures for a comparison on the user's data, keyed by name, in page order."""
-    networks = [method for method in comparison.methods if method.startswith(("MAP", "DE"))]
-    with_laplace = [method for method in comparison.methods if method in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
+        networks = [method for method in comparison.methods if method.startswith(("MAP", "DE"))]
+        with_laplace = [method for method in comparison.methods if method in ("MAP", "LLLA", "MoLA")]
         panels = {"networks alone": networks, "with Laplace": with_laplace}
         coverage = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
         predicted = "Predicted means and 90 % intervals for some of the test data."
@@ -36,15 +38,13 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
             "coverage": Planned("Coverage of intervals", coverage, partial(draw_coverage, comparison, panels)),
             "predicted": Planned("Predictions and targets", predicted, partial(draw_predicted, comparison)),
         }
-    bins = {method: result.reliability for method, result in comparison.on_test.items()}
-    reliability = {
-        "networks, with and without temperature": {method: bins[method] for method in networks},
-        "with Laplace": {method: bins[method] for method in with_laplace},
-    }
+    bins = {method: {"test data": result.reliability} for method, result in comparison.on_test.items()}
+    title, caption = RELIABILITY
     figures = {
-        "reliability": Planned(*RELIABILITY, partial(draw_reliability, reliability)),
-        "confidence": Planned("Distribution of confidence", SHARES, partial(comparison_histograms, comparison)),
+        "reliability": Planned(title, f"{caption} {EQUAL_ERRORS}", partial(draw_reliability, bins, strokes(bins)))
     }
+    if comparison.of_role("outlier"):
+        figures["confidence"] = Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison))
     if comparison.decisions is not None:
         risk = (
             "Error rate of the most confident predictions against coverage. Each cross marks a threshold, chosen on the validation "
@@ -54,14 +54,14 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     return figures
 
 
-def comparison_histograms(comparison: Comparison, most: int = MOST_SETS) -> Figure:
+def comparison_histograms(comparison: Comparison) -> Figure:
     """Draw histograms of confidence on the test data and on the first few outlier sets of a comparison."""
     histograms = {
         method: {name: on_set.histogram for name, on_set in (result.labelled | result.outliers).items()}
         for method, result in comparison.methods.items()
     }
-    outliers = comparison.of_role("outlier")[:most]
-    return draw_histograms(Numbers(comparison.methods), comparison.test, outliers, histograms)
+    outliers = comparison.of_role("outlier")[:MOST_SETS]
+    return draw_histograms(Numbers(comparison.methods), comparison.test, outliers, histograms, strokes(histograms))
 
 
 def draw_decisions(comparison: Comparison) -> Figure:

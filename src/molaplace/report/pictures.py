@@ -1,4 +1,4 @@
-"""Figures that show confidence histograms, and example images with each method's confidence, drawn from plain values."""
+"""Figures of confidence, drawn from plain values: example images with bars, histograms, and maps over the plane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from molaplace.evaluation import Examples, Pictures, SetInfo
 from molaplace.report.curves import Estimates
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
-from molaplace.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
+from molaplace.report.style import INK, WIDTH, Axes, Figure, Strokes, canvas, quiet_axes, shared_legend
 
 IMAGES = 6
 """Number of images per row."""
@@ -39,13 +39,15 @@ def example_sets(
 
 
 def draw_examples(
-    sets: Sequence[SetInfo], pictures: Mapping[str, Pictures], examples: Mapping[str, Mapping[str, Examples]]
+    sets: Sequence[SetInfo],
+    pictures: Mapping[str, Pictures],
+    examples: Mapping[str, Mapping[str, Examples]],
+    drawn: Strokes,
 ) -> Figure:
     """Draw the first few images of each set, with a bar for each method's confidence.
 
     `examples` maps each method to its predictions for each set.
     """
-    drawn = strokes(examples)
     height = 1.12 + len(drawn) * STEP
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
     for panel, info in zip(panels, sets, strict=True):
@@ -88,39 +90,38 @@ def draw_histograms(
     test: SetInfo,
     outliers: Sequence[SetInfo],
     histograms: Mapping[str, Mapping[str, ArrayLike]],
+    drawn: Strokes,
 ) -> Figure:
     """Draw histograms of each method's confidence on sets of outliers and on test data.
 
     `numbers` returns the mean confidences and AUROCs shown above each histogram. `histograms` contains the number of inputs in each
     confidence bin, by method and by name of the set.
     """
-    painted = colours(histograms)
-    columns = list(outliers) or [test]
-    confidence = [numbers(Quantity(info.name, "confidence")) for info in columns]
-    auroc = [numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)) for info in columns]
-    figure, panels = canvas(len(histograms), len(columns), 1.35, sharex=True, sharey=True)
+    confidence = [numbers(Quantity(info.name, "confidence")) for info in outliers]
+    auroc = [numbers(Quantity(info.name, "auroc", BY_CONFIDENCE)) for info in outliers]
+    figure, panels = canvas(len(histograms), len(outliers), 1.35, sharex=True, sharey=True)
     for index, panel in enumerate(panels):
-        row, column = divmod(index, len(columns))
+        row, column = divmod(index, len(outliers))
         method = list(histograms)[row]
         by_set = histograms[method]
-        if row == 0 and outliers:
-            panel.set_title(columns[column].title, pad=15, fontsize=9)
-        if column == 0:
-            panel.set_ylabel(method, fontweight="bold", fontsize=8)
+        if row == 0:
+            panel.set_title(outliers[column].title, pad=15, fontsize=9)
         if row == len(histograms) - 1:
             panel.set_xlabel("confidence")
         # Most of the test data are in the last bin; a square-root scale makes the other bins visible.
         panel.set_yscale("function", functions=(np.sqrt, np.square))
         panel.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.1, 0.5, 1])
         quiet_axes(panel)
-        if outliers and columns[column].name in by_set:
-            _draw_shares(panel, by_set[columns[column].name], {"color": painted[method], "fill": True, "alpha": 0.75})
+        if outliers[column].name in by_set:
+            _draw_shares(
+                panel, by_set[outliers[column].name], {"color": drawn[method]["color"], "fill": True, "alpha": 0.75}
+            )
         _draw_shares(panel, by_set[test.name], {"color": INK})
         means = {"mean": confidence[column].get(method), "AUROC": auroc[column].get(method)}
         words = [f"{name} {mean.value:.3f}" for name, mean in means.items() if mean is not None]
         # Inside the panel, the text would hide bars, so it is placed above the panel.
-        panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
-    figure.supxlabel("filled: outliers, outline: test data" if outliers else "share of the test data", fontsize=8)
+        panel.text(0.0, 1.04, f"{method}: {', '.join(words)}", transform=panel.transAxes, va="bottom", fontsize=7)
+    figure.supxlabel("filled: outliers, outline: test data", fontsize=8)
     return figure
 
 
@@ -128,3 +129,41 @@ def _draw_shares(panel: Axes, counts: ArrayLike, style: Mapping[str, Any]) -> No
     totals = np.asarray(counts, dtype=float)
     if totals.sum() > 0:
         panel.stairs(totals / totals.sum(), np.linspace(0.0, 1.0, len(totals) + 1), **style)
+
+
+def draw_maps(
+    maps: Mapping[str, ArrayLike],
+    points: ArrayLike,
+    labels: ArrayLike,
+    reach: float,
+    title_colours: Mapping[str, str],
+    *,
+    columns: int = 4,
+    size: float = 2.6,
+) -> Figure:
+    """Draw maps of the confidence over the plane around the points (n, 2) of two classes, on a common colour scale.
+
+    Both axes of each map run from `-reach` to `reach`. `maps` and `title_colours` are keyed by title; `size` is the side length of a map
+    in inches.
+    """
+    rows = -(-len(maps) // columns)
+    figure, panels = canvas(rows, columns, size, size * columns)
+    figure.set_layout_engine("compressed")  # makes the colour bar as tall as the square panels
+    x, y = np.asarray(points).T
+    for panel, (title, values) in zip(panels, maps.items(), strict=True):
+        extent = (-reach, reach, -reach, reach)
+        scale: dict[str, Any] = {"cmap": "cividis", "vmin": 0.5, "vmax": 1.0, "interpolation": "bilinear"}
+        image = panel.imshow(np.asarray(values), extent=extent, origin="lower", **scale)
+        for label, colour in enumerate(("#ffffff", "#d55e00")):
+            of_class = np.asarray(labels) == label
+            panel.scatter(x[of_class], y[of_class], s=2.5, color=colour, linewidths=0)
+        panel.set(xticks=[], yticks=[])
+        for spine in panel.spines.values():
+            spine.set(visible=True, alpha=0.4, linewidth=0.6)
+        panel.set_title(title, color=title_colours[title], fontsize=9 if size > 2 else 8)
+    beside = (
+        {"orientation": "vertical", "fraction": 0.04} if rows == 1 else {"orientation": "horizontal", "fraction": 0.03}
+    )
+    bar = figure.colorbar(image, ax=panels, pad=0.015, aspect=22, label="confidence", **beside)
+    bar.outline.set_visible(False)
+    return figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
@@ -18,30 +18,41 @@ with importing("drawing figures", "matplotlib", "cli"):
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
-COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
-"""Colours of the main methods, taken from Okabe and Ito's palette for colour-blind readers; the plain network is grey."""
+COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "paper": "#9467bd", "MoLA": "#009e73"}
+"""Colours of the main methods, most of them from Okabe and Ito's palette for colour-blind readers: the plain network is grey, MoLA with
+the paper's rule ("paper") purple, and MoLA with the default rule green, like the library's pages."""
 
 DASHED = (0, (3.2, 1.6))
 
 KNOWN: dict[str, tuple[str, Any]] = {
-    **{method: (colour, "-") for method, colour in COLOURS.items()},
+    "MAP": (COLOURS["MAP"], "-"),
     "MAP-T": (COLOURS["MAP"], DASHED),
-    "DE-T": (COLOURS["DE"], DASHED),
-    "DE-L": ("#56b4e9", "-"),
     "MAP-N": (COLOURS["MAP"], DASHED),
+    "one network": (COLOURS["MAP"], "-"),
+    "DE": (COLOURS["DE"], "-"),
+    "DE-T": (COLOURS["DE"], DASHED),
     "DE-N": (COLOURS["DE"], DASHED),
-    "MoLA (threshold)": (COLOURS["MoLA"], "-"),
-    "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
-    "MoLA (distance)": ("#d55e00", "-"),
+    "DE-L": ("#56b4e9", "-"),
+    "DE-SVS": ("#56b4e9", DASHED),
+    "DE-SMS": ("#56b4e9", (0, (1, 1.4))),
+    "JUCAL": ("#b8a900", "-"),
+    "ensemble": (COLOURS["DE"], "-"),
+    "scaled ensemble": (COLOURS["DE"], DASHED),
+    "LLLA": (COLOURS["LLLA"], "-"),
+    "LLLA (calibrated)": (COLOURS["MoLA"], DASHED),
     "LLLA (distance)": ("#d55e00", DASHED),
-    "MoLA (calibrated)": ("#0b3d91", "-"),
-    "LLLA (calibrated)": ("#0b3d91", DASHED),
+    "MoLA": (COLOURS["MoLA"], "-"),
+    "MoLA (calibrated)": (COLOURS["MoLA"], "-"),
+    "MoLA, paper's rule": (COLOURS["paper"], "-"),
+    "MoLA (NLL)": (COLOURS["paper"], DASHED),
+    "MoLA (distance)": ("#d55e00", "-"),
     "SWAG": ("#cc79a7", DASHED),
     "MultiSWAG": ("#cc79a7", "-"),
-    "MIMO": ("#9467bd", DASHED),
-    "MIMO-MoLA": ("#9467bd", "-"),
+    "MIMO": ("#a6761d", DASHED),
+    "MIMO-MoLA": ("#a6761d", "-"),
 }
-"""Colour and line style of each known method. Related methods share a colour; the less important ones have dashed lines."""
+"""Colour and line style of each known method, the same in all figures and pages. Related methods share a colour; the less important ones
+have dashed lines."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
@@ -84,6 +95,10 @@ SETTINGS: dict[Any, Any] = {
 }
 
 
+Strokes = Mapping[str, Mapping[str, Any]]
+"""Colour and line style by method."""
+
+
 def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and line style of each method."""
     free = cycle((colour, pattern) for pattern in PATTERNS for colour in OTHERS)
@@ -117,17 +132,22 @@ def quiet_axes(panel: Axes) -> None:
 
 
 def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
-    """Draw one legend for all panels: in the first unused panel if it fits there, otherwise below the figure."""
+    """Draw one legend for all panels: in the first unused panel if it fits there, otherwise below the figure.
+
+    By default, the legend has the labels of all panels; without handles, it is omitted.
+    """
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
         drawn = [handle for panel in panels[:used] for handle in panel.get_legend_handles_labels()[0]]
         handles = list({handle.get_label(): handle for handle in drawn}.values())
+    if not handles:
+        return
     style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
     if len(panels) > used and len(handles) <= 16:
         panels[used].legend(handles=handles, loc="center left", **style)
         return
-    longest = max((len(handle.get_label()) for handle in handles), default=1)
+    longest = max(len(handle.get_label()) for handle in handles)
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
     # The figure grows by the height of the legend so that the panels keep their size.
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from molaplace.report.curves import draw_against_level, draw_panels, draw_reliab
 from molaplace.report.figures import RELIABILITY, SHARES
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
 from molaplace.report.pictures import MOST_SETS, draw_examples, draw_histograms, example_sets
-from molaplace.report.style import Figure, Planned
+from molaplace.report.style import Figure, Planned, Strokes, strokes
 from molaplace.report.tables import SHIFT_METRICS
 from molaplace_lab.report.reading import MAIN, SuiteResults
 from molaplace_lab.report.runs import levels_of, shared_outliers
@@ -22,6 +22,13 @@ BANDS = "Lines show means over runs; bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
 """Metrics plotted against the level of shift in ablations."""
+
+
+def suite_strokes(methods: Iterable[str]) -> Strokes:
+    """Return the colour and line style of each method; in suites, MoLA is tuned by the paper's rule."""
+    names = {method: "MoLA, paper's rule" if method == "MoLA" else method for method in methods}
+    drawn = strokes(names.values())
+    return {method: drawn[name] for method, name in names.items()}
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
@@ -35,11 +42,16 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         shift = partial(draw_shift, suite, MAIN, tuple(SHIFT_METRICS))
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
-        figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability, _pooled_bins(suite, levels)))
+        figures["reliability"] = Planned(
+            *RELIABILITY, partial(draw_reliability, _pooled_bins(suite, levels), suite_strokes(suite.runs))
+        )
     examples = {method: records[0].examples for method, records in suite.runs.items()}
     if sets := example_sets(suite.sets, suite.pictures, examples):
         caption = "The first images of each set, with each method's confidence in the first run."
-        figures["examples"] = Planned("Example images", caption, partial(draw_examples, sets, suite.pictures, examples))
+        drawn = suite_strokes(examples)
+        figures["examples"] = Planned(
+            "Example images", caption, partial(draw_examples, sets, suite.pictures, examples, drawn)
+        )
     for group in ablation_groups(suite):
         title = GROUP_TITLES.get(group, group)
         if group == "components":
@@ -56,22 +68,22 @@ def draw_shift(suite: SuiteResults, group: str, metrics: Sequence[str]) -> Figur
         levels_of(suite.sets),
         metrics,
         suite.axis,
-        list(suite.groups[group]),
+        suite_strokes(suite.groups[group]),
         lambda level, metric: numbers(numbers.at_level(level, metric)),
     )
 
 
 def _pooled_bins(suite: SuiteResults, levels: Sequence[float]) -> dict[str, dict[str, Any]]:
     # The panels show the test set (level 0) and the middle and highest levels of shift.
-    panels: dict[str, dict[str, Any]] = {}
-    for level in sorted({levels[0], levels[len(levels) // 2], levels[-1]}):
-        pooled = panels.setdefault(f"{suite.shift_title}, {level:g}" if panels else "test", {})
-        for method, records in suite.runs.items():
-            results = [result for record in records for result in record.labelled.values()]
+    pooled: dict[str, dict[str, Any]] = {}
+    for method, records in suite.runs.items():
+        results = [result for record in records for result in record.labelled.values()]
+        for level in sorted({levels[0], levels[len(levels) // 2], levels[-1]}):
             bins = [result.reliability for result in results if result.level == level and result.reliability]
             if bins:
-                pooled[method] = np.sum(bins, axis=0)
-    return panels
+                title = "test" if level == levels[0] else f"{suite.shift_title}, {level:g}"
+                pooled.setdefault(method, {})[title] = np.sum(bins, axis=0)
+    return pooled
 
 
 def draw_suite_histograms(suite: SuiteResults) -> Figure:
@@ -82,7 +94,9 @@ def draw_suite_histograms(suite: SuiteResults) -> Figure:
         for record in records:
             for name, on_set in (record.labelled | record.outliers).items():
                 histograms[name] = np.array(on_set.histogram) + histograms.get(name, 0)
-    return draw_histograms(suite.numbers(), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled)
+    return draw_histograms(
+        suite.numbers(), suite.test, suite.of_role("outlier")[:MOST_SETS], pooled, suite_strokes(pooled)
+    )
 
 
 def draw_components(suite: SuiteResults) -> Figure:
@@ -108,5 +122,5 @@ def draw_components(suite: SuiteResults) -> Figure:
         by_count = {
             count: {family: means[method] for family, method in members.items()} for count, members in sweep.items()
         }
-        panels.append(estimates_panel(title, by_count, families, {"xlabel": "components"}))
+        panels.append(estimates_panel(title, by_count, suite_strokes(families), {"xlabel": "components"}))
     return draw_panels([panel for panel in panels if panel.lines], 2.4)

@@ -15,14 +15,14 @@ from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
 from molaplace.report.words import DESCRIPTIONS
 from molaplace.report.writing import PAGE, draw_figures, page_environment, render_page, replacing_report, write_texts
-from molaplace_lab.report.figures import suite_figures
+from molaplace_lab.report.figures import suite_figures, suite_strokes
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import LEADS
 from molaplace_lab.report.tables import ablation_groups, suite_tables
 
 SUITE_DESCRIPTIONS = {
     **DESCRIPTIONS,
-    "MoLA": DESCRIPTIONS["MoLA (threshold)"],
+    "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
     "JUCAL": "the networks' mean logits and their disagreement, each with a factor chosen by validation log loss",
     "DE-SVS": "the mean of the logits with structured vector scaling",
     "DE-SMS": "the mean of the logits with structured matrix scaling",
@@ -32,6 +32,7 @@ SUITE_DESCRIPTIONS = {
     "LLLA (distance)": "MoLA (distance) with the first network only",
     "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
     "MIMO-MoLA": "MIMO with a Laplace approximation of each head",
+    "MoLA (calibrated)": "MoLA tuned by the default rule: temperature, pooling, prior precision and distance exponent",
     "MoLA (NLL)": "MoLA tuned by validation log loss",
     "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
     "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
@@ -71,7 +72,7 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
     """Return one HTML page for several suites, with `made_by` as the footer."""
     environment = page_environment(PackageLoader("molaplace_lab.report"))
-    environment.globals |= {"DESCRIPTIONS": SUITE_DESCRIPTIONS, "LEADS": LEADS}
+    environment.globals |= {"DESCRIPTIONS": SUITE_DESCRIPTIONS, "LEADS": LEADS, "strokes": suite_strokes}
     environment.filters |= {"ablation_groups": ablation_groups, "remarks": suite_remarks}
     return render_page("suites", environment, reports=reports, made_by=made_by)
 
