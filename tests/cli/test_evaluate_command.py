@@ -113,21 +113,19 @@ def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
 @pytest.mark.parametrize("kind", NAMES, indirect=True)
 def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_ensemble(kind):
     result = run_evaluate(kind.open(), to_evaluate("test.npz"))
-    text = evaluation_findings(result)["On the test data"]
-    first = text.split(". ")[0]
+    findings = evaluation_findings(result)
+    first = next(iter(findings.values()))
     scaled = "DE-N" if kind.name == "regression" else "DE-T"
-    assert first.index("of MoLA") < first.index("that of DE ") < first.index(f"that of {scaled} ")
+    assert first.index("with MoLA: ") < first.index("the ensemble (DE") < first.index(f"the scaled ensemble ({scaled}")
     gap, error = result.differences["DE"]["nll"]
     nll = {name: result.methods[name].labelled["test.npz"].metrics["nll"] for name in ("DE", "MoLA")}
     assert gap == pytest.approx(nll["DE"] - nll["MoLA"])
     words = "equal" if max(abs(gap), error) < 1e-6 else "clearly lower" if gap > 0 else "clearly higher"
-    words = words if abs(gap) > 2 * error or words == "equal" else "not clearly different from"
-    assert words in first.split(" that of DE ")[0]
-    assert text.endswith("Add `--ood DATA` to measure OOD detection.")
-    assert (
-        "--ood"
-        not in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))["On the test data"]
-    )
+    words = words if abs(gap) > 2 * error or words == "equal" else f"not {words}"
+    assert f": {words} " in first.split(" the ensemble (DE")[0]
+    assert len(findings) == 3
+    assert "add `--ood DATA`" in findings["Outliers"]
+    assert "Outliers: far.npz" in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))
 
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
@@ -177,7 +175,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
     }
     expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
     assert list(result.methods) == expected
-    assert ("The log loss of LLLA" in evaluation_findings(result)["On the test data"]) == (count == 1)
+    assert ("with LLLA: " in evaluation_findings(result)["Log loss"]) == (count == 1)
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = workspace.inputs("test")
     for name in expected:

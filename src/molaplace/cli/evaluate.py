@@ -91,9 +91,9 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _print_summary(console: Console, comparison: Comparison, page: Path) -> None:
-    # Print the main finding and the main table. The report contains all results.
-    title, finding = next(iter(evaluation_findings(comparison).items()))
-    console.print(f"[bold]{escape(title)}: {escape(finding)}[/bold]")
+    # Print the findings and the main table. The report contains all results.
+    for title, finding in evaluation_findings(comparison).items():
+        console.print(f"[bold]{escape(title)}:[/bold] {escape(finding)}", soft_wrap=True)
     print_table(console, replace(evaluation_tables(comparison)[0], caption=""))
     where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder."
     console.print(where, soft_wrap=True)

@@ -35,6 +35,8 @@ SCORE_HEADINGS = {
 FEW = 10
 """Number of classes in the table of prediction sets."""
 
+ABBREVIATIONS = "NLL is the log loss, Brier the squared error of the probabilities, and ECE the calibration error."
+
 BOLD = (
     "Ties aside, a number is bold if it is better than that of every other method{} by more than "
     f"{CLEAR:g} standard errors of the paired difference"
@@ -84,7 +86,7 @@ def comparison_table(
 def test_table(comparison: Comparison) -> Table:
     """Return the classification metrics on the test data."""
     test = comparison.test
-    caption = f"{set_words(test)}, with standard errors computed over the inputs. {BOLD.format('')}."
+    caption = f"{set_words(test)}, with standard errors computed over the inputs. {ABBREVIATIONS} {BOLD.format('')}."
     catalogue = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
     metrics = {name: metric for name, metric in catalogue.items() if name not in SUITES_ONLY}
     return comparison_table(comparison, "On the test data", caption, columns_on(test.name, metrics))
@@ -134,14 +136,17 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
         return [make_table("Decisions", caption, [Column("promised %"), Column("on test data %"), last], rows)]
     for answers in decisions.answers:
         rates = [None if rate is None else 100 * rate for rate in (answers.realised, answers.answered)]
-        rows[f"wrong answers, at most {100 * answers.promised:.0f} %"] = [100 * answers.promised, *rates]
+        rows[f"wrong answers \N{LESS-THAN OR EQUAL TO} {100 * answers.promised:.0f} %"] = [
+            100 * answers.promised,
+            *rates,
+        ]
         if answers.threshold is None:
             caption = f"{answers.why[:1].upper()}{answers.why[1:]}"
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
     sets = decisions.sets
     if sets is not None:
         missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
-        rows[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
+        rows[f"sets without the class \N{LESS-THAN OR EQUAL TO} {missed[0]:.0f} %"] = [*missed, None]
     tables = [make_table("Decisions", caption, columns, rows)]
     return tables if sets is None else [*tables, _set_table(comparison.subject, sets)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, Lead
+from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, LabelledResult, Lead
 from molaplace.evaluation.leads import Name
 from molaplace.report.comparison_tables import SCORE_HEADINGS
 
@@ -16,8 +16,6 @@ DESCRIPTIONS = {
     "DE-T": "DE with a temperature tuned on the validation data",
     "DE-L": "the mean of all networks' logits, divided by a temperature tuned on the validation data",
     "LLLA": "the first network, with a Laplace approximation of its last layer",
-    "MoLA (threshold)": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
-    "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",
     "MoLA": "all networks, each with a Laplace approximation of its last layer",
 }
 """Descriptions of the methods in comparisons."""
@@ -35,42 +33,64 @@ MOST_LEFT_OUT = 5
 
 
 def evaluation_findings(comparison: Comparison) -> dict[str, str]:
-    """Return the verdict on the test data and on each outlier set, by title."""
-    sentences = [_loss_sentence(comparison)]
+    """Return the verdict in a few lines, by title: the loss, the confidence or the intervals, and each outlier set."""
+    loss = "Negative log-likelihood" if comparison.regression else "Log loss"
+    findings = {loss: _loss_sentence(comparison)}
+    on_test = comparison.on_test[comparison.subject]
+    if comparison.regression:
+        findings["Intervals"] = (
+            f"The 90 % intervals of {comparison.subject} contain {_percent(on_test, 'coverage_90')} of the targets."
+        )
+    else:
+        accuracy, confidence = (100 * on_test.metrics[name] for name in ("accuracy", "confidence"))
+        findings["Confidence"] = (
+            f"{confidence:.1f} % on average with {comparison.subject}, for an accuracy of {accuracy:.1f} %. The calibration error (ECE) is "
+            f"{_percent(on_test, 'ece')}."
+        )
     outliers = comparison.of_role("outlier")
-    if not outliers:
-        sentences.append("Add `--ood DATA` to measure OOD detection.")
-    findings = {"On the test data": " ".join(sentences)}
     for info in outliers:
         lead = comparison.leads[info.name]["auroc"]
-        findings[f"Outliers: {info.title}"] = lead_sentence(lead, "the highest AUROC of all scores")
-    return findings
+        findings[f"Outliers: {info.title}"] = lead_sentence(lead, "the highest AUROC")
+    return findings if outliers else findings | {"Outliers": "Not measured: add `--ood DATA`."}
+
+
+def _percent(result: LabelledResult, metric: str) -> str:
+    return f"{Estimate.of(result.metrics[metric], result.errors.get(metric)).scaled(100).text(1)} %"
+
+
+RIVALS = {"MAP": "one network", "DE": "the ensemble"} | {
+    f"{base}-{suffix}": words
+    for suffix in "TN"
+    for base, words in (("MAP", "one scaled network"), ("DE", "the scaled ensemble"))
+}
+"""Methods without a posterior with which the verdict compares, in words."""
 
 
 def _loss_sentence(comparison: Comparison) -> str:
     # Compare the posterior with the plain networks and, given validation data, with their rescaled versions ("-T" or "-N").
-    loss = "negative log-likelihood" if comparison.regression else "log loss"
-    base = comparison.baseline
-    rivals = [method for method in (base, f"{base}-T", f"{base}-N") if method in comparison.methods]
-    verdicts = [_against(method, Estimate.of(*comparison.differences[method]["nll"])) for method in rivals]
+    verdicts: dict[str, list[str]] = {}
+    for method, words in RIVALS.items():
+        if method in comparison.methods and method.split("-")[0] == comparison.baseline:
+            verdict, size = _against(Estimate.of(*comparison.differences[method]["nll"]))
+            verdicts.setdefault(verdict, []).append(f"{words} ({method}{size})")
     value = comparison.on_test[comparison.subject].metrics["nll"]
-    return f"The {loss} of {comparison.subject}, {value:.4g}, is {' and '.join(verdicts)}."
+    compared = "; ".join(f"{verdict} {' and '.join(methods)}" for verdict, methods in verdicts.items())
+    return f"{value:.4g} with {comparison.subject}: {compared}."
 
 
-def _against(method: str, gap: Estimate) -> str:
+def _against(gap: Estimate) -> tuple[str, str]:
+    # Return a verdict, such as "clearly lower than with", and the size of the gap.
     if abs(gap.value) < TIE and not gap.error >= TIE:
-        return f"equal to that of {method}"
-    size = Estimate(abs(gap.value), gap.error)
-    direction = "lower" if gap.value > 0 else "higher"
+        return "equal to that of", ""
+    size = f", by {Estimate(abs(gap.value), gap.error)}"
+    direction = f"{'lower' if gap.value > 0 else 'higher'} than with"
     if math.isnan(gap.error):
-        return f"{direction} than that of {method} (by {size}, for a single input)"
-    if size.value > CLEAR * gap.error:
-        return f"clearly {direction} than that of {method} (by {size})"
-    return f"not clearly different from that of {method} ({size} {direction})"
+        return f"for a single input, {direction}", size
+    return f"{'clearly' if abs(gap.value) > CLEAR * gap.error else 'not clearly'} {direction}", size
 
 
 def lead_sentence(lead: Lead, what: str, digits: int = 2) -> str:
-    """Return a sentence such as "MoLA by entropy has the highest AUROC of all scores, 98.30 %, clearly ahead of DE by energy (...)."."""
+    """Return a sentence such as "MoLA by entropy has the highest AUROC, 98.30 %, clearly ahead of DE by energy (...)."."""
 
     def words(name: Name) -> str:
         method, *score = name

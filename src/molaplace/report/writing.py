@@ -123,8 +123,9 @@ def page_environment(*loaders: BaseLoader) -> Environment:
 
 
 def _prose(text: str) -> Markup:
-    # Text in backticks becomes a code element.
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    # Text in backticks becomes a code element; a number stays on one line with its error and its unit.
+    joined = re.sub(r" (?=[±%])|(?<=±) ", "\N{NO-BREAK SPACE}", text)
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(joined))))
 
 
 def _duration(seconds: float) -> str:
