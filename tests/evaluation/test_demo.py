@@ -11,13 +11,23 @@ from click.testing import CliRunner
 
 from molaplace.cli import app
 from molaplace.demo.report import write_demo
-from molaplace.demo.run import DEFAULT, DEMO_METHODS, NEAR, PAPER, DemoSettings, run_demo
+from molaplace.demo.run import (
+    DEFAULT,
+    DEMO_METHODS,
+    ENSEMBLE,
+    NOISE,
+    PAPER,
+    PATCHES,
+    SINGLE,
+    TEST,
+    DemoSettings,
+    run_demo,
+)
 from tests.pages import Page
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
 TINY = DemoSettings(seed=1, members=2, epochs=2, outliers=20, moons_epochs=2, map_size=5)
-FIGURES = ("examples", "histograms", "reliability", "rotation", "distance", "moons")
-FAR, FAR_DIGITS = "noise \N{MULTIPLICATION SIGN}1000", "digits \N{MULTIPLICATION SIGN}1000"
+FIGURES = ("examples", "moons", "reliability", "rotation", "histograms", "distance")
 
 
 @pytest.fixture(scope="module")
@@ -57,32 +67,32 @@ def test_on_digits_laplace_costs_nothing(result):
     accuracy, nll, ece = (labelled(result, 0, metric) for metric in ("accuracy", "nll", "ece"))
     assert list(accuracy) == list(DEMO_METHODS)
     assert min(accuracy.values()) > 0.93
-    assert accuracy[PAPER] > accuracy["MAP"] - 0.01
-    assert nll[PAPER] < nll["MAP"]
-    assert nll[DEFAULT] < nll["DE-T"] + 0.005
-    assert ece[PAPER] < ece["MAP"] + 0.02
+    assert accuracy[PAPER] > accuracy[SINGLE] - 0.01
+    assert nll[PAPER] < nll[SINGLE]
+    assert nll[DEFAULT] < nll[ENSEMBLE] + 0.005
+    assert ece[PAPER] < ece[SINGLE] + 0.02
 
 
-@pytest.mark.parametrize("kind", [*NEAR, FAR])
+@pytest.mark.parametrize("kind", [PATCHES, NOISE])
 def test_mola_is_less_sure_of_outliers_and_tells_them_apart_better(result, kind):
     confidence, area = outliers(result, kind)
-    assert confidence[PAPER] < min(confidence["MAP"] - 0.1, confidence["DE"])
-    assert area[PAPER] > area["MAP"] + 0.05
-    assert confidence[DEFAULT] < confidence["DE-T"]
+    assert confidence[PAPER] < confidence[SINGLE] - 0.1
+    assert area[PAPER] > area[SINGLE] + 0.05
+    assert confidence[DEFAULT] < confidence[PAPER] < confidence[ENSEMBLE]
 
 
 def test_rotation_hurts_mola_less(result):
     assert [info.level for info in result.comparison.of_role("shift")] == list(range(15, 181, 15))
     for angle in range(30, 181, 15):
         nll, confidence = (labelled(result, angle, metric) for metric in ("nll", "confidence"))
-        assert nll[PAPER] < nll["MAP"]
-        assert confidence[PAPER] < confidence["MAP"]
+        assert nll[PAPER] < nll[SINGLE]
+        assert confidence[PAPER] < confidence[SINGLE]
         if 60 <= angle <= 120:
-            assert nll[DEFAULT] < nll["DE-T"]
-    assert labelled(result, 45, "accuracy")["MAP"] < labelled(result, 15, "accuracy")["MAP"] < 0.96
+            assert nll[DEFAULT] < nll[ENSEMBLE]
+    assert labelled(result, 45, "accuracy")[SINGLE] < labelled(result, 15, "accuracy")[SINGLE] < 0.96
 
 
-@pytest.mark.parametrize("kind", ["noise", "test digits"])
+@pytest.mark.parametrize("kind", [NOISE, TEST])
 def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, kind):
     distance = result.distance
     curves, limits, bounds = (by_kind[kind] for by_kind in (distance.curves, distance.limits, distance.bounds))
@@ -90,20 +100,18 @@ def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, k
     assert abs(curves[PAPER][0] - limits[PAPER]) > 1e-4
     assert (curves[PAPER] <= bounds[PAPER] + 1e-6).all()
     assert limits[PAPER] < 0.999
-    assert curves["MAP"][-1] > 0.9999
+    assert curves[SINGLE][-1] > 0.9999
     # The default rule guesses among ten classes; the Theorem's bound is for logits without a distance exponent.
     assert limits[DEFAULT] == pytest.approx(0.1, abs=1e-6)
     assert curves[DEFAULT][-1] == pytest.approx(0.1, abs=1e-3)
     assert DEFAULT not in bounds
-    confidence, _ = outliers(result, FAR_DIGITS)
-    assert confidence[DEFAULT] < 0.15 < confidence[PAPER]
 
 
 def test_on_two_moons_map_is_sure_nearly_everywhere_and_mola_is_not(result):
     maps = result.moons.maps
     assert all(confidence.shape == (25, 25) and confidence.min() >= 0.5 for confidence in maps.values())
-    assert maps["MAP"].mean() > 0.97
-    assert maps[PAPER].mean() < maps["DE"].mean() < maps["MAP"].mean()
+    assert maps[SINGLE].mean() > 0.97
+    assert maps[DEFAULT].mean() < maps[PAPER].mean() < maps[ENSEMBLE].mean() < maps[SINGLE].mean()
 
 
 def test_the_same_seed_gives_the_same_numbers(runs):
@@ -133,10 +141,13 @@ def test_the_command_prints_the_main_numbers_and_writes_the_page(result, tmp_pat
     assert outcome.exit_code == 0, outcome.output
     for accuracy in labelled(result, 0, "accuracy").values():
         assert f"{100 * accuracy:.2f}" in outcome.stdout
-    for confidence in outliers(result, FAR_DIGITS)[0].values():
-        assert f"{confidence:.0%}".replace("%", " %") in outcome.stdout
+    for confidence in outliers(result, PATCHES)[0].values():
+        assert f"{100 * confidence:.0f}\N{NO-BREAK SPACE}%" in outcome.stdout
     assert "drawing moons" in outcome.stderr
     stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
     assert stored["settings"] == asdict(DemoSettings(seed=7))
-    assert stored["methods"]["DE"]["labelled"]["rotated by 45°"]["metrics"]["nll"] == labelled(result, 45, "nll")["DE"]
+    assert (
+        stored["methods"][ENSEMBLE]["labelled"]["rotated by 45°"]["metrics"]["nll"]
+        == labelled(result, 45, "nll")[ENSEMBLE]
+    )
     assert "molaplace demo --seed 7" in (tmp_path / "deep" / "out" / "index.html").read_text(encoding="utf-8")

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jinja2 import PackageLoader
 from safetensors.torch import save_file
 
-from molaplace.demo.run import DEMO_METHODS, DemoResult
+from molaplace.demo.run import DEMO_METHODS, PATCHES, DemoResult
 from molaplace.evaluation import Comparison
-from molaplace.evaluation.catalogue import with_digits
 from molaplace.progress import Progress, no_progress
-from molaplace.report.comparison_tables import comparison_table, outlier_tables, test_table
+from molaplace.report.comparison_tables import BOLD, comparison_table, test_table
 from molaplace.report.curves import DOTTED, LONG_DASHES, Line, Panel, draw_against_level, draw_panels, draw_reliability
-from molaplace.report.figures import RELIABILITY, SHARES, comparison_histograms
+from molaplace.report.figures import EQUAL_ERRORS, RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
-from molaplace.report.pictures import draw_examples, example_sets
-from molaplace.report.style import Drawn, Figure, Planned, canvas, colours, strokes
-from molaplace.report.tables import Table, columns_on
+from molaplace.report.pictures import draw_examples, draw_maps, example_sets
+from molaplace.report.style import WIDTH, Drawn, Figure, Planned, colours, strokes
+from molaplace.report.tables import Column, Table
 from molaplace.report.words import evaluation_remarks
 from molaplace.report.writing import (
     PAGE,
@@ -32,13 +30,11 @@ from molaplace.report.writing import (
     write_texts,
 )
 
-ROTATED = with_digits({"accuracy": 1, "nll": 2, "ece": 1})
-"""Metrics in the table of rotated digits."""
-
-TABLE_ANGLES = (15, 30, 45)
-
 ALONG_ROTATION = ("log_likelihood", "ece", "confidence")
 """Metrics plotted against the rotation."""
+
+SCORES = {"max probability": "AUROC: conf.", "energy": "energy", "ood score": "ood_score"}
+"""Headings of the AUROCs in the table of outliers, by outlier score."""
 
 NETWORKS = "networks"
 """Folder of the trained networks beside the page."""
@@ -65,8 +61,9 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
         "demo",
         page_environment(PackageLoader("molaplace.demo")),
         result=result,
+        described=DEMO_METHODS,
         headlines=demo_headlines(result.comparison),
-        tables=demo_tables(result.comparison),
+        tables=[outlier_table(result.comparison), test_table(result.comparison)],
         sizes={info.role: info.count for info in result.comparison.sets.values()},
         figures=figures,
         remarks=demo_remarks(result),
@@ -78,23 +75,19 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 
 def demo_headlines(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Return the value of each method under each title: the cards at the top of the page, which the terminal also shows."""
-    numbers = Numbers(comparison.methods)
-    turned = next(info for info in comparison.of_role("shift") if info.level == 30)
-    headlines = {
-        "log loss, test digits": (Quantity(comparison.test.name, "nll"), ".3f"),
-        f"log loss, {turned.title}": (Quantity(turned.name, "nll"), ".2f"),
-    }
-    for info in comparison.of_role("outlier"):
-        if info.name != "noise":
-            headlines[f"confidence in {info.title}"] = (Quantity(info.name, "confidence"), ".0%")
-    return {
-        title: {
-            method: f"{estimate.value:{form}}".replace("%", " %")
-            for method, estimate in numbers(quantity).items()
-            if estimate is not None
+    turned = next(info.name for info in comparison.of_role("shift") if info.level == 30)
+    headlines: dict[str, dict[str, str]] = {}
+    for method, result in comparison.methods.items():
+        photographs = result.outliers[PATCHES]
+        values = {
+            "log loss, test digits": f"{result.labelled[comparison.test.name].metrics['nll']:.3f}",
+            f"log loss, digits {turned}": f"{result.labelled[turned].metrics['nll']:.2f}",
+            "confidence in photographs": f"{100 * (photographs.confidence or 0):.0f}\N{NO-BREAK SPACE}%",
+            "photographs detected, AUROC": f"{100 * max(score['auroc'] for score in photographs.scores.values()):.0f}\N{NO-BREAK SPACE}%",
         }
-        for title, (quantity, form) in headlines.items()
-    }
+        for title, value in values.items():
+            headlines.setdefault(title, {})[method] = value
+    return headlines
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
@@ -112,16 +105,20 @@ def demo_remarks(result: DemoResult) -> list[str]:
     ]
 
 
-def demo_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables for the test digits, the rotated digits and each outlier set, with all scores."""
-    turned = [info for info in comparison.of_role("shift") if info.level in TABLE_ANGLES]
-    columns = [column for info in turned for column in columns_on(info.name, ROTATED, f"{info.level:g}°")]
-    caption = "Test digits rotated counter-clockwise by the given angle."
-    return [
-        test_table(comparison),
-        comparison_table(comparison, "Under rotation", caption, columns),
-        *(outlier_tables(comparison, info)[0] for info in comparison.of_role("outlier")),
-    ]
+def outlier_table(comparison: Comparison) -> Table:
+    """Return the mean confidence, and the AUROC of three scores, on every outlier set."""
+    columns = []
+    for info in comparison.of_role("outlier"):
+        columns.append(Column("mean conf. %", info.title, "low", 1, Quantity(info.name, "confidence"), 100))
+        columns += [
+            Column(heading, info.title, "high", 1, Quantity(info.name, "auroc", score), 100)
+            for score, heading in SCORES.items()
+        ]
+    caption = (
+        "An AUROC, in %, measures how well a score tells these inputs from test digits: 50 is guessing, 100 is perfect. "
+        f"{BOLD.format(' and score')}."
+    )
+    return comparison_table(comparison, "Inputs that are not digits", caption, columns)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -130,11 +127,12 @@ def demo_tables(comparison: Comparison) -> list[Table]:
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
     """Return the demo's figures, keyed by name, in page order."""
     comparison = result.comparison
+    drawn = strokes(DEMO_METHODS)
     examples = {method: results.examples for method, results in comparison.methods.items()}
     sets = example_sets(comparison.sets, comparison.pictures, examples)
     bins = {
-        name: {method: results.labelled[name].reliability for method, results in comparison.methods.items()}
-        for name in ("test digits", "rotated by 15°", "rotated by 30°")
+        method: {name: results.labelled[name].reliability for name in comparison.pictures if name in results.labelled}
+        for method, results in comparison.methods.items()
     }
     numbers = Numbers(comparison.methods)
     angles = {info.level: info.name for info in comparison.sets.values() if info.role in ("test", "shift")}
@@ -142,25 +140,33 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         sorted(angles),
         ALONG_ROTATION,
         "rotation (degrees)",
-        DEMO_METHODS,
+        drawn,
         lambda angle, metric: numbers(Quantity(angles[angle], metric)),
     )
-    inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
+    inputs = (
+        "The first inputs of each kind, with each method's confidence. The patches have the same size and the same range of values as the "
+        "digits."
+    )
+    plane = "The same methods on a problem with two inputs, in a window four times as wide as the data."
     rotation = (
         "Beyond 45°, every method is overconfident, but the log-likelihood falls further for some than for others."
     )
     distance = (
-        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
-        "the theorem's bound."
+        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits. With the paper's rule, "
+        "the limit lies below the theorem's bound; with the default rule, it is a guess among ten classes."
     )
-    plane = "Confidence around the two moons, in a window six times as wide as the data."
+    title, caption = RELIABILITY
     return {
-        "examples": Planned("The inputs", inputs, partial(draw_examples, sets, comparison.pictures, examples)),
-        "histograms": Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison, 3)),
-        "reliability": Planned(*RELIABILITY, partial(draw_reliability, bins)),
+        "examples": Planned(
+            "Confidence in digits and in photographs",
+            inputs,
+            partial(draw_examples, sets, comparison.pictures, examples, drawn),
+        ),
+        "moons": Planned("Confidence around two moons", plane, partial(draw_moons, result)),
+        "reliability": Planned(title, f"{caption} {EQUAL_ERRORS}", partial(draw_reliability, bins, drawn)),
         "rotation": Planned("Rotated digits", rotation, partial(draw_against_level, *against_rotation)),
+        "histograms": Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison)),
         "distance": Planned("Far from the data", distance, partial(draw_distance, result)),
-        "moons": Planned("Confidence over the plane", plane, partial(draw_moons, result)),
     }
 
 
@@ -182,18 +188,9 @@ def draw_distance(result: DemoResult) -> Figure:
 
 
 def draw_moons(result: DemoResult) -> Figure:
-    """Draw a map of each method's confidence around the two moons, with a common colour scale."""
+    """Draw a map of each method's confidence around the two moons."""
     moons = result.moons
-    drawn = colours(DEMO_METHODS)
-    figure, panels = canvas(-(-len(DEMO_METHODS) // 3), 3, 2.6)
-    extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
-    scale: dict[str, Any] = {"cmap": "viridis", "vmin": 0.5, "vmax": 1.0, "interpolation": "bilinear"}
-    for panel in panels[len(DEMO_METHODS) :]:
-        panel.set_visible(False)
-    for panel, method in zip(panels, DEMO_METHODS, strict=False):
-        image = panel.imshow(moons.maps[method], extent=extent, origin="lower", **scale)
-        panel.scatter(moons.points[:, 0], moons.points[:, 1], s=3, c=moons.labels, cmap="gray", linewidths=0)
-        panel.set(xticks=[], yticks=[])
-        panel.set_title(f"{method}\n{moons.maps[method].mean():.2f} on average", color=drawn[method], fontsize=8.5)
-    figure.colorbar(image, ax=panels, fraction=0.04, pad=0.015, aspect=22, label="confidence")
-    return figure
+    titles = {method: f"{method}\nmean {100 * values.mean():.0f} %" for method, values in moons.maps.items()}
+    maps = {titles[method]: values for method, values in moons.maps.items()}
+    title_colours = {titles[method]: colour for method, colour in colours(DEMO_METHODS).items()}
+    return draw_maps(maps, moons.points, moons.labels, moons.reach, title_colours, size=WIDTH / len(maps))

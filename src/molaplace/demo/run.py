@@ -45,37 +45,35 @@ from molaplace.perceptrons import train_mlps
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 
-PAPER, DEFAULT = "MoLA (threshold)", "MoLA (calibrated)"
-"""Names of MoLA when tuned by the paper's rule and by the library's default rule."""
+SINGLE, ENSEMBLE, PAPER, DEFAULT = "one network", "scaled ensemble", "MoLA, paper's rule", "MoLA"
 
-DEMO_METHODS = ("MAP", "DE", "DE-T", PAPER, DEFAULT)
-"""Names of the methods: a single network, an ensemble, the same ensemble with a temperature, and MoLA tuned by the paper's rule and by
-the default rule."""
+DEMO_METHODS = {
+    SINGLE: "the first network, unchanged",
+    ENSEMBLE: "the mean of the networks' probabilities, with a temperature tuned on the validation digits",
+    PAPER: "the networks, each with a Laplace approximation of its last layer, tuned by the rule of the paper",
+    DEFAULT: "the same mixture, tuned by the default rule of molaplace",
+}
+"""Descriptions of the methods, by name."""
 
 Array = NDArray[np.float64]
 
 TEST = "test digits"
 """Name of the in-distribution set."""
 
-FAR_FACTOR = 1000.0
-"""Factor by which the inputs in the far-away sets are scaled."""
-
-TIMES = "\N{MULTIPLICATION SIGN}"
-
 ANGLES = tuple(range(0, 181, 15))
 """Rotation angles, in degrees, of the test digits."""
 
-PICTURED_ANGLES = (0, 45, 90)
+PICTURED_ANGLES = (0, 30)
 """Rotation angles, in degrees, of the example digits."""
 
-NEAR = ("patches of photographs", "noise")
-"""Outlier sets with the same range of values as the digits."""
+PATCHES, NOISE = "patches of photographs", "noise"
+"""Names of the outlier sets. Both have the same size and the same range of values as the digits."""
 
 SCALES = np.logspace(0, 6, 25)
 
 POINTS = 200
 
-REACH = 12.0
+REACH = 8.0
 """Half the side length of the maps; the data lie within a distance of 2 of the origin."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.4, 0.6, 0.75, 0.97
@@ -150,13 +148,12 @@ class DemoResult:
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return one network, the ensemble, the temperature-scaled ensemble, and MoLA with the paper's rule and with the default rule."""
+    """Return the fitted and tuned methods."""
     with collect_warnings():
         posterior = mola.fit(networks, train, progress=False)
         return {
-            "MAP": mola.ensemble(networks[:1]),
-            "DE": mola.ensemble(networks),
-            "DE-T": temperature_scaled(networks, validation),
+            SINGLE: mola.ensemble(networks[:1]),
+            ENSEMBLE: temperature_scaled(networks, validation),
             PAPER: posterior.tune(validation, rule="threshold", progress=False),
             DEFAULT: posterior.tune(validation, progress=False),
         }
@@ -186,16 +183,16 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
         *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in outliers.items()),
     ]
     tunings = {method: posterior.tuning for method, posterior in methods.items() if posterior.tuning is not None}
-    pictured = {name: rotated[name] for name in (names[angle] for angle in PICTURED_ANGLES)}
-    pictured |= {name: outliers[name] for name in NEAR}
+    labels = tuple(digits.test.labels[:NUM_EXAMPLES].tolist())
+    pictures = {names[angle]: Pictures(_pixels(rotated[names[angle]]), labels) for angle in PICTURED_ANGLES}
     return compare(
         "digits",
         sets,
         columns,
         {method: _tuned(posterior) for method, posterior in methods.items()},
-        pictures={name: _pictures(inputs[:NUM_EXAMPLES]) for name, inputs in pictured.items()},
+        pictures=pictures | {PATCHES: Pictures(_pixels(outliers[PATCHES]))},
         notes=tuple(f"{method}: {note}" for method, tuning in tunings.items() for note in tuning.notes),
-        made={"parameters": sum(parameter.numel() for parameter in methods["MAP"].networks[0].parameters())},
+        made={"parameters": sum(parameter.numel() for parameter in methods[SINGLE].networks[0].parameters())},
     )
 
 
@@ -214,8 +211,8 @@ def _tuned(method: MoLA) -> dict[str, Any]:
     return {"prior_precision": list(method.prior_precision), **method.settings.changed(), "rule": method.tuning.rule}
 
 
-def _pictures(inputs: Tensor) -> Pictures:
-    return Pictures((255 * inputs.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+def _pixels(inputs: Tensor) -> NDArray[np.uint8]:
+    return (255 * inputs[:NUM_EXAMPLES]).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
 # --- far from the data -----------------------------------------------------------------------------------------------
@@ -298,16 +295,11 @@ def run_demo(settings: DemoSettings, progress: Progress = no_progress) -> DemoRe
         )
         progress("fitting, tuning and scoring", TRAINED)
         methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
-        patches = natural_patches(settings.outliers, seed=seed)
         noise = uniform_noise(settings.outliers, seed=seed)
-        outliers = {
-            **dict(zip(NEAR, (patches, noise), strict=True)),
-            f"noise {TIMES}{FAR_FACTOR:.0f}": FAR_FACTOR * noise,
-            f"digits {TIMES}{FAR_FACTOR:.0f}": FAR_FACTOR * digits.test.inputs,
-        }
+        outliers = {PATCHES: natural_patches(settings.outliers, seed=seed), NOISE: noise}
         comparison = compare_on_digits(methods, digits, outliers)
         progress("walking away from the data", FITTED)
-        distance = walk_away(methods, {"noise": noise, TEST: digits.test.inputs})
+        distance = walk_away(methods, {NOISE: noise, TEST: digits.test.inputs})
         moons = map_moons(settings, lambda epoch: mapping("mapping two moons", epoch / settings.moons_epochs))
     versions = {"molaplace": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, networks, comparison, distance, moons, time.perf_counter() - start, versions)
