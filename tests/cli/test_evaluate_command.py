@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     lines = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
     assert len(lines) <= 25
-    assert "test data" in " ".join(lines[:2]), "the finding comes first"
+    assert "with MoLA: " in lines[0], "the finding comes first"
     assert "index.html" in lines[-1]
     document = json.loads((tmp_path / "report" / "numbers.json").read_text())
     assert list(document["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)

@@ -45,7 +45,7 @@ COMMANDS = {
     "export": "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
     "explore": "Change an image on a local web page and watch the confidence change.",
     "info": "Show the tuning, contents and history of a posterior without loading its networks.",
-    "demo": "Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.",
+    "demo": "Compare a single network, a scaled deep ensemble and MoLA (with the paper's and the default rule) on handwritten digits.",
 }
 """First line of each command's help, for which no command has to be imported."""
 

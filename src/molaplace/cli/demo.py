@@ -35,7 +35,7 @@ class DemoOptions:
 
 
 def demo(options: DemoOptions) -> None:
-    """Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.
+    """Compare a single network, a scaled deep ensemble and MoLA (with the paper's and the default rule) on handwritten digits.
 
     Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
     data, rotated digits and OOD inputs. Writes a web page with tables and figures, and the networks. Takes about a minute.

@@ -147,7 +147,7 @@ def draw_maps(
     in inches.
     """
     rows = -(-len(maps) // columns)
-    figure, panels = canvas(rows, columns, size, size * columns)
+    figure, panels = canvas(rows, columns, size + (0.2 if rows == 1 else 0.5), size * columns)
     figure.set_layout_engine("compressed")  # makes the colour bar as tall as the square panels
     x, y = np.asarray(points).T
     for panel, (title, values) in zip(panels, maps.items(), strict=True):
@@ -161,9 +161,7 @@ def draw_maps(
         for spine in panel.spines.values():
             spine.set(visible=True, alpha=0.4, linewidth=0.6)
         panel.set_title(title, color=title_colours[title], fontsize=9 if size > 2 else 8)
-    beside = (
-        {"orientation": "vertical", "fraction": 0.04} if rows == 1 else {"orientation": "horizontal", "fraction": 0.03}
-    )
-    bar = figure.colorbar(image, ax=panels, pad=0.015, aspect=22, label="confidence", **beside)
+    side, fraction = ("right", 0.04) if rows == 1 else ("bottom", 0.03)
+    bar = figure.colorbar(image, ax=panels, location=side, fraction=fraction, pad=0.015, aspect=22, label="confidence")
     bar.outline.set_visible(False)
     return figure
