@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from molaplace.report.style import Figure, as_png, canvas, drawing, quiet_axes
+from molaplace.report.style import COLOURS, DASHED, INK, Figure, as_png, canvas, drawing, quiet_axes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TITLES = {"branin": "Branin, 2 inputs", "hartmann": "Hartmann-6, 6 inputs"}
-COLOURS = {
-    "random": "#8c8c8c",
-    "Gaussian process": "#d55e00",
-    "molaplace": "#0072b2",
-    "molaplace, conditioned": "#009e73",
+STYLES = {
+    "random": {"color": COLOURS["MAP"]},
+    "Gaussian process": {"color": INK},
+    "molaplace": {"color": COLOURS["MoLA"]},
+    "molaplace, conditioned": {"color": COLOURS["MoLA"], "linestyle": DASHED},
 }
 
 
@@ -29,11 +29,11 @@ def draw(wide: bool, rows: list[dict[str, Any]], initial: dict[str, int]) -> Fig
             evaluations = range(initial[function], initial[function] + len(row["log10_regret"]))
             means = row["log10_regret"]
             errors = row["log10_regret_error"]
-            colour = COLOURS[row["method"]]
-            panel.plot(evaluations, means, color=colour, label=row["method"])
+            style = STYLES[row["method"]]
+            panel.plot(evaluations, means, label=row["method"], **style)
             low = [mean - error for mean, error in zip(means, errors, strict=True)]
             high = [mean + error for mean, error in zip(means, errors, strict=True)]
-            panel.fill_between(evaluations, low, high, color=colour, alpha=0.2, linewidth=0)
+            panel.fill_between(evaluations, low, high, color=style["color"], alpha=0.2, linewidth=0)
         panel.set_title(title)
         panel.set_xlabel("evaluations")
         panel.set_ylabel("log10 of the regret")

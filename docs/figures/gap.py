@@ -17,10 +17,12 @@ from torch import Tensor
 
 import molaplace as mola
 from molaplace.demo import LabelledData
+from molaplace.report.style import INK, colours
 from molaplace_lab.training import Recipe, train_mlps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"
+NAMES = {"deep ensemble": "DE", "MoLA": "MoLA", "MoLA by distance": "MoLA (distance)"}
+"""Names of the methods whose colours are used."""
 
 
 def curve(x: Tensor) -> Tensor:
@@ -46,14 +48,15 @@ def draw(
     for panel, (name, prediction) in zip(panels, predictions.items(), strict=True):
         lower, upper = prediction.interval(0.9)
         x = grid[:, 0]
-        panel.fill_between(x, lower[:, 0], upper[:, 0], color=PALE, linewidth=0)
+        (colour,) = colours([NAMES[name]]).values()
+        panel.fill_between(x, lower[:, 0], upper[:, 0], color=colour, alpha=0.3, linewidth=0)
         noise = 1.645 * prediction.aleatoric.sqrt()
         for sign in (-1, 1):
-            panel.plot(x, (prediction.mean + sign * noise)[:, 0], color=BLUE, linewidth=0.7, linestyle=(0, (4, 3)))
-        panel.plot(x, prediction.mean[:, 0], color=BLUE, linewidth=2)
+            panel.plot(x, (prediction.mean + sign * noise)[:, 0], color=colour, linewidth=0.7, linestyle=(0, (4, 3)))
+        panel.plot(x, prediction.mean[:, 0], color=colour, linewidth=2)
         panel.plot(x, curve(grid)[:, 0], color=INK, linewidth=1)
         panel.scatter(*(part[:, 0] for part in train), s=4, color=INK, alpha=0.5, linewidths=0)
-        panel.set_title(name, color=INK, fontsize=10)
+        panel.set_title(name, color=colour, fontsize=10)
         panel.set_ylim(-5, 5)
         panel.set_xlim(float(x[0]), float(x[-1]))
         panel.spines[["top", "right"]].set_visible(False)

@@ -19,15 +19,18 @@ from sklearn.datasets import load_digits, load_sample_image
 from torch import Tensor, nn
 
 import molaplace as mola
+from molaplace.report.style import COLOURS, INK
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = tuple(round(step / 16, 4) for step in range(17))
 """Weight of the photograph in the blended image at each step."""
 EXAMPLE = 16
 """Index of the test digit that is shown above the curves."""
-COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "MoLA": "#009e73"}
-NAMES = {"MAP": "one network", "DE": "ensemble", "MoLA": "MoLA"}
-INK = "#25303b"
+NAMES = {
+    "MAP": ("one network", COLOURS["MAP"]),
+    "DE": ("ensemble", COLOURS["DE"]),
+    "MoLA": ("MoLA", COLOURS["paper"]),
+}
 
 
 def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
@@ -73,10 +76,10 @@ def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Se
         panel.set_yticks([])
         panel.spines[:].set_color("#c8ced4")
     for name, values in confidence.items():
-        axes.plot(STEPS, values, color=COLOURS[name], linewidth=2.6)
+        axes.plot(STEPS, values, color=NAMES[name][1], linewidth=2.6)
     axes.plot(STEPS, accuracy, color=INK, linewidth=1.4, linestyle=(0, (4, 3)))
-    ends = {**{NAMES[name]: values[-1] for name, values in confidence.items()}, "accuracy": accuracy[-1]}
-    for (name, end), colour in zip(ends.items(), (*COLOURS.values(), INK), strict=True):
+    ends = [(*NAMES[name], values[-1]) for name, values in confidence.items()]
+    for name, colour, end in [*ends, ("accuracy", INK, accuracy[-1])]:
         words = f"{name}, {100 * end:.0f} %" if wide else f"{name},\n{100 * end:.0f} %"
         axes.text(1.06, end, words, color=colour, va="center", weight="bold", linespacing=1.0)
     axes.set_ylim(0, 1.03)

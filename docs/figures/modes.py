@@ -21,7 +21,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import molaplace as mola
 from molaplace.demo import two_moons
 from molaplace.perceptrons import mlp
-from molaplace.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
+from molaplace.report.pictures import draw_maps
+from molaplace.report.style import COLOURS, INK, Figure, as_png, drawing, quiet_axes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1
@@ -32,6 +33,9 @@ SCALES = (0.3, 1.9)
 """Smallest and largest factor by which the last layer's weights are multiplied around each mode."""
 REACH, SIZE, FAR = 8.0, 161, 6.0
 """Half the side length of the map, its number of points per side, and the radius beyond which points count as far from the data."""
+
+TITLE_COLOURS = {**COLOURS, "MoLA": COLOURS["paper"]}
+"""Colours of the maps' titles; MoLA is tuned by the paper's rule."""
 
 
 def log_posterior(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -100,7 +104,7 @@ def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarr
     quiet_axes(above)
     for index, values in enumerate(lines[: len(modes) - 1]):
         above.plot(np.linspace(index, index + 1, STEPS), values, color=INK, linewidth=1.4)
-    above.scatter(range(len(modes)), peaks[: len(modes)], marker="*", s=170, color=COLOURS["MoLA"], zorder=3)
+    above.scatter(range(len(modes)), peaks[: len(modes)], marker="*", s=170, color=INK, zorder=3)
     above.set_xticks(range(len(modes)), [f"mode {index + 1}" for index in range(len(modes))])
     above.set_ylabel("log posterior (nats)")
     above.set_title("Modes of one posterior" + (", with valleys between them" if wide else ""))
@@ -108,8 +112,8 @@ def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarr
         panel = figure.add_subplot(grid[1, index])
         quiet_axes(panel)
         panel.fill_between(mode["scales"], mode["true"], color=COLOURS["MAP"], alpha=0.35, linewidth=0)
-        panel.plot(mode["scales"], mode["laplace"], color=COLOURS["DE"])
-        panel.scatter([1], [0], marker="*", s=170, color=COLOURS["MoLA"], zorder=3, clip_on=False)
+        panel.plot(mode["scales"], mode["laplace"], color=COLOURS["LLLA"])
+        panel.scatter([1], [0], marker="*", s=170, color=INK, zorder=3, clip_on=False)
         panel.set_yticks([])
         panel.set_ylim(bottom=0)
         panel.set_xlim(*SCALES)
@@ -118,25 +122,8 @@ def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarr
             panel.set_xlabel("scale of the last layer's weights")
         if index == 0:
             panel.set_title("Around each mode")
-    parts = ("star: a trained network", "grey: the last layer's posterior", "blue: its Laplace approximation")
+    parts = ("star: a trained network", "grey: the last layer's posterior", "orange: its Laplace approximation")
     figure.supxlabel((" \N{MIDDLE DOT} " if wide else "\n").join(parts), fontsize=8)
-    return figure
-
-
-def draw_maps(wide: bool, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
-    """Draw a map of each predictor's confidence over the plane."""
-    figure, panels = canvas(1, 4, 2.5, 10.4) if wide else canvas(2, 2, 2.0, 4.4)
-    for panel, (name, values) in zip(panels, maps.items(), strict=True):
-        image = panel.imshow(
-            values, origin="lower", extent=(-REACH, REACH, -REACH, REACH), vmin=0.5, vmax=1, cmap="cividis"
-        )
-        for label, colour in enumerate(("#ffffff", "#d55e00")):
-            where = inputs[labels == label]
-            panel.scatter(where[:, 0], where[:, 1], s=2, color=colour, linewidths=0)
-        panel.set_title(name, color=COLOURS[name])
-        panel.set_xticks([-8, 0, 8])
-        panel.set_yticks([-8, 0, 8])
-    figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01, label="confidence")
     return figure
 
 
@@ -167,7 +154,9 @@ def main() -> None:
         for wide, ending in ((True, ""), (False, "-narrow")):
             folder = ROOT / "docs" / "images"
             (folder / f"modes{ending}.png").write_bytes(as_png(draw_modes(wide, lines, local, peaks)))
-            (folder / f"confidence{ending}.png").write_bytes(as_png(draw_maps(wide, maps, inputs, labels)))
+            columns, size = (4, 2.6) if wide else (2, 2.2)
+            figure = draw_maps(maps, inputs, labels, REACH, TITLE_COLOURS, columns=columns, size=size)
+            (folder / f"confidence{ending}.png").write_bytes(as_png(figure))
     numbers = {
         "points": POINTS,
         "weights": sum(weight.numel() for weight in networks[0].parameters()),

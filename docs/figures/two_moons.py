@@ -10,16 +10,16 @@ import json
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.demo import LabelledData, two_moons
+from molaplace.demo import two_moons
 from molaplace.errors import MolaWarning
 from molaplace.metrics import mean_confidence, negative_log_likelihood
 from molaplace.perceptrons import mlp
-from molaplace.report.style import INK, Figure, as_png, canvas, colours, drawing
+from molaplace.report.pictures import draw_maps
+from molaplace.report.style import COLOURS, as_png, drawing
 from molaplace_lab.training import Recipe, member_seeds, train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,50 +28,16 @@ REACH, SIZE, FAR = 8.0, 241, 6.0
 """Half the side length of the map, its number of points per side, and the radius beyond which points count as far from the data."""
 
 TITLES = {
-    "MAP": "one network",
-    "DE": "ensemble",
-    "MoLA": "MoLA, the paper's rule",
-    "MoLA (calibrated)": "MoLA, the default",
+    "MAP": ("one network", COLOURS["MAP"]),
+    "DE": ("ensemble", COLOURS["DE"]),
+    "MoLA": ("MoLA, the paper's rule", COLOURS["paper"]),
+    "MoLA (calibrated)": ("MoLA, the default", COLOURS["MoLA"]),
 }
 
 
 def build() -> nn.Sequential:
     """Return an untrained network."""
     return mlp(2, (64, 64), 2)
-
-
-def draw(wide: bool, maps: dict[str, np.ndarray], data: LabelledData) -> Figure:
-    """Draw a map of each predictor's confidence over the plane, on a common colour scale."""
-    figure, panels = canvas(1, 4, 2.75, 10.4) if wide else canvas(2, 2, 2.35, 4.4)
-    figure.set_layout_engine("compressed")  # makes the colour bar as tall as the square panels
-    for panel, (name, values) in zip(panels, maps.items(), strict=True):
-        image = panel.imshow(
-            values,
-            origin="lower",
-            extent=(-REACH, REACH, -REACH, REACH),
-            vmin=0.5,
-            vmax=1,
-            cmap="cividis",
-            interpolation="bilinear",
-        )
-        for label, colour in enumerate(("#ffffff", "#d55e00")):
-            where = data.inputs[data.labels == label]
-            panel.scatter(where[:, 0], where[:, 1], s=2.5, color=colour, linewidths=0)
-        panel.set(xticks=[], yticks=[])
-        for spine in panel.spines.values():
-            spine.set(visible=True, edgecolor=INK, alpha=0.4, linewidth=0.6)
-        panel.set_title(TITLES[name], color=colours([name])[name], fontsize=9.5 if wide else 8.5)
-    bar = figure.colorbar(
-        image,
-        ax=panels,
-        orientation="vertical" if wide else "horizontal",
-        fraction=0.04 if wide else 0.03,
-        pad=0.015,
-        aspect=22,
-        label="confidence",
-    )
-    bar.outline.set_visible(False)
-    return figure
 
 
 def main() -> None:
@@ -100,8 +66,12 @@ def main() -> None:
         }
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
-        for wide, ending in ((True, ""), (False, "-narrow")):
-            (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(wide, maps, data)))
+        titled = {title: maps[name] for name, (title, _) in TITLES.items()}
+        for columns, size, ending in ((4, 2.6, ""), (2, 2.2, "-narrow")):
+            figure = draw_maps(
+                titled, data.inputs, data.labels, REACH, dict(TITLES.values()), columns=columns, size=size
+            )
+            (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(figure))
     predictions = {name: predictor(held_out.inputs) for name, predictor in predictors.items()}
     cooled = predictors["MoLA (calibrated)"]
     numbers = {
