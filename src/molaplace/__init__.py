@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from molaplace.loading import load
     from molaplace.mixture import Mixture
     from molaplace.monitoring.watching import Watch, watch
+    from molaplace.network.views import adapters
     from molaplace.posterior import MoLA
     from molaplace.prediction import Prediction, RegressionPrediction
     from molaplace.sklearn import MolaClassifier, MolaRegressor
@@ -40,6 +41,7 @@ __all__ = [
     "RegressionPrediction",
     "Watch",
     "abstain_threshold",
+    "adapters",
     "alarm_threshold",
     "calibration",
     "distributed",
@@ -72,6 +74,7 @@ _NAMES = {
     "RegressionPrediction": "prediction",
     "Watch": "monitoring.watching",
     "abstain_threshold": "decisions",
+    "adapters": "network.views",
     "alarm_threshold": "decisions",
     "ensemble": "fitting",
     "evaluate": "evaluation",

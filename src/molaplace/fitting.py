@@ -18,6 +18,7 @@ from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
     IGNORE_INDEX,
+    Branch,
     Head,
     LogitsOf,
     Positions,
@@ -130,7 +131,11 @@ def _are_copies(first: nn.Module, second: nn.Module) -> bool:
     if [values.shape for values in left] != [values.shape for values in right]:
         return False
     separate = [(values, others) for values, others in zip(left, right, strict=True) if values is not others]
-    return bool(separate) and all(torch.equal(values, others.to(values)) for values, others in separate)
+    if not separate:  # views of one adapter or head
+        return all(
+            isinstance(model, Branch) or len(getattr(model, "peft_config", ())) == 1 for model in (first, second)
+        )
+    return all(torch.equal(values, others.to(values)) for values, others in separate)
 
 
 def fit(

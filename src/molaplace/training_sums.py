@@ -14,7 +14,7 @@ from torch import nn
 from molaplace.distributed import Team
 from molaplace.errors import DataError, warn
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Captured, Head, state_checksum, stream
+from molaplace.network import Captured, Head, state_checksums, stream
 from molaplace.numerics import float64_device
 from molaplace.options import listed
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
@@ -45,7 +45,7 @@ def read_sums(
     positions = heads[0].positions
     ignore_index = heads[0].ignore_index
     identity = {
-        "networks": [state_checksum(network) for network in networks] if needs_checksums else [],
+        "networks": [list(checksums) for checksums in state_checksums(networks)] if needs_checksums else [],
         "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": {"name": likelihood.name, **likelihood.settings()},

@@ -26,18 +26,6 @@ class Branch(nn.Module):
         return self.heads[self.index](self.trunk(x))
 
 
-class Adapted(nn.Module):
-    """A backbone with one of its adapters."""
-
-    def __init__(self, model, adapter):
-        super().__init__()
-        self.model, self.adapter = model, adapter
-
-    def forward(self, **batch):
-        self.model.set_adapter(self.adapter)
-        return self.model(**batch).logits
-
-
 def branches():
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(5, 4), nn.Tanh())
@@ -59,26 +47,6 @@ def check_equal_to_copies(views, loader, inputs):
 
 def test_heads_on_a_shared_trunk_are_different_networks():
     check_equal_to_copies(branches(), LOADER, X)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_a_shared_backbone_are_different_networks():
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    base = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, num_labels=3, **sizes))
-    config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
-    model = peft.get_peft_model(base, config, adapter_name="first")
-    model.add_adapter("second", config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name or "classifier" in name:
-                parameter.copy_(torch.randn_like(parameter))
-    tokens = {"input_ids": torch.randint(20, (24, 6))}
-    check_equal_to_copies(
-        [Adapted(model, name).eval() for name in ("first", "second")], [{**tokens, "labels": Y}], tokens
-    )
 
 
 def test_copies_are_still_reported():

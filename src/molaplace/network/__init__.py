@@ -3,6 +3,7 @@
 from molaplace.network.arrays import HeadNetwork, as_arrays, as_layer, as_rows, captured_arrays
 from molaplace.network.calling import (
     Batch,
+    Branch,
     Inputs,
     LogitsOf,
     as_batch,
@@ -34,10 +35,12 @@ from molaplace.network.head import Head, find_head, head_by_name
 from molaplace.network.next_tokens import labels_of_logits
 from molaplace.network.resized import Resized
 from molaplace.network.token_choice import TokenChoice, token_ids
+from molaplace.network.views import StateChecksums, adapters, state_checksums
 
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "Branch",
     "Captured",
     "Head",
     "HeadNetwork",
@@ -47,7 +50,9 @@ __all__ = [
     "Positions",
     "Resized",
     "Rows",
+    "StateChecksums",
     "TokenChoice",
+    "adapters",
     "as_arrays",
     "as_batch",
     "as_layer",
@@ -72,6 +77,7 @@ __all__ = [
     "peek",
     "run",
     "state_checksum",
+    "state_checksums",
     "stream",
     "token_ids",
     "unwrapped",

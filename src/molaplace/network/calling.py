@@ -13,6 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -161,6 +162,47 @@ class LogitsOf(nn.Module):
         return self.logits(self._orig_mod(*arguments, **keywords))
 
 
+class Branch(nn.Module):
+    """A head on a trunk that other networks share: it computes `head(trunk(inputs))`."""
+
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = head
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the logits."""
+        outputs = _trunk_outputs.get()
+        if outputs is None:
+            return self.head(self.trunk(*arguments, **keywords))
+        if self.trunk not in outputs:
+            outputs[self.trunk] = self.trunk(*arguments, **keywords)
+        tensors = [
+            leaf for leaf in tree_leaves(outputs[self.trunk]) if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+        versions = [tensor._version for tensor in tensors]
+        logits = self.head(outputs[self.trunk])
+        if [tensor._version for tensor in tensors] != versions:
+            raise HeadError(
+                f"{type(self.head).__name__} changes the output of the trunk in place, but other heads read it, too. Pass heads "
+                f"without in-place operations on their input."
+            )
+        return logits
+
+
+_trunk_outputs: ContextVar[dict[nn.Module, Any] | None] = ContextVar("trunk_outputs", default=None)
+
+
+@contextmanager
+def trunks_run_once() -> Iterator[None]:
+    """Inside the block, run each trunk of several `Branch`es once. All networks that are called must receive the same inputs."""
+    token = _trunk_outputs.set({})
+    try:
+        yield
+    finally:
+        _trunk_outputs.reset(token)
+
+
 def unwrapped(network: nn.Module) -> nn.Module:
     """Return the network without any `torch.compile` wrapper, so that hooks on its layers run."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
@@ -170,8 +212,10 @@ def unwrapped(network: nn.Module) -> nn.Module:
 
 def signature_of(network: nn.Module) -> inspect.Signature:
     """Return the signature of the network's `forward` method."""
-    inner = unwrapped(network)
-    return inspect.signature((unwrapped(inner._orig_mod) if isinstance(inner, LogitsOf) else inner).forward)
+    network = unwrapped(network)
+    while isinstance(network, (LogitsOf, Branch)):
+        network = unwrapped(network._orig_mod if isinstance(network, LogitsOf) else network.trunk)
+    return inspect.signature(network.forward)
 
 
 def check_network(network: nn.Module) -> None:
@@ -192,18 +236,33 @@ def check_network(network: nn.Module) -> None:
             )
 
 
-def state_checksum(network: nn.Module) -> str:
-    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a network's state dict."""
+def plain_name(name: str) -> str:
+    """Return the name of a module or tensor without the prefixes `_orig_mod.` that torch.compile and `LogitsOf` add."""
+    return f"{name}.".replace("_orig_mod.", "").strip(".")
+
+
+def state_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return all tensors in a network's state dict, keyed and sorted by name."""
     check_network(network)
+    state = unwrapped(network).state_dict()
+    # Skip the extra state of a module, which may be any object.
+    return {plain_name(name): value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
+
+
+def checksum_of(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a state."""
     digest = hashlib.sha256()
-    for name, value in sorted(unwrapped(network).state_dict().items()):
-        if not isinstance(value, Tensor):  # skip the extra state of a module, which may be any object
-            continue
-        digest.update(f"{name.replace('_orig_mod.', '')} {value.dtype} {tuple(value.shape)}\n".encode())
+    for name, value in state.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         tensor = value.detach().cpu().resolve_conj().resolve_neg()
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def state_checksum(network: nn.Module) -> str:
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a network's state dict."""
+    return checksum_of(state_of(network))
 
 
 @dataclass

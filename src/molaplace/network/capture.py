@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, batches, run, unwrapped
+from molaplace.network.calling import Inputs, batches, run, trunks_run_once, unwrapped
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.network.next_tokens import labels_of_logits
@@ -148,18 +148,19 @@ def capture(
     features = []
     outputs = []
     layouts = []
-    for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
-        with located(f"networks[{index}]"):
-            head_inputs, logits, axis = _forward_pass(network, head, inputs, likelihood)
-        layout = Layout.of(logits, axis)
-        if (
-            not torch.is_grad_enabled()
-        ):  # a network may return a parameter or its input, which require gradients nevertheless
-            logits = logits.detach()
-            head_inputs = None if head_inputs is None else head_inputs.detach()
-        outputs.append(layout.by_position(logits))
-        features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs))
-        layouts.append(layout)
+    with trunks_run_once():
+        for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
+            with located(f"networks[{index}]"):
+                head_inputs, logits, axis = _forward_pass(network, head, inputs, likelihood)
+            layout = Layout.of(logits, axis)
+            if (
+                not torch.is_grad_enabled()
+            ):  # a network may return a parameter or its input, which require gradients nevertheless
+                logits = logits.detach()
+                head_inputs = None if head_inputs is None else head_inputs.detach()
+            outputs.append(layout.by_position(logits))
+            features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs))
+            layouts.append(layout)
     shapes = [(layout.inputs, *layout.sizes, values.shape[-1]) for layout, values in zip(layouts, outputs, strict=True)]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from molaplace.errors import DataError, HeadError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
-from molaplace.network.calling import Inputs, call, run, unwrapped, without_autocast
+from molaplace.network.calling import Inputs, call, plain_name, run, unwrapped, without_autocast
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions
 from molaplace.numerics import to_float64
 
@@ -165,9 +165,8 @@ class _Call:
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
-    # Return all modules keyed by name, without the prefix `_orig_mod.`, which torch.compile and LogitsOf add.
     modules = unwrapped(network).named_modules(remove_duplicate=False)
-    return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
+    return {plain_name(name): module for name, module in modules}
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
@@ -337,7 +336,12 @@ def head_by_name(network: nn.Module, name: str) -> Head:
 
 def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
-        return None
+        if layer.weight.is_floating_point() and layer.weight.shape == (layer.out_features, layer.in_features):
+            return None
+        return (
+            f"has quantised weights ({layer.weight.dtype}, shape {tuple(layer.weight.shape)}). Keep the last layer in floating point, "
+            f"for example with llm_int8_skip_modules in BitsAndBytesConfig; all other layers may be quantised."
+        )
     requirements = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
     # Padding may also be "same" or "valid", both of which add nothing for a kernel of size 1.
     deviations = [
@@ -360,6 +364,12 @@ def _why_not_linear(layer: Layer) -> str | None:
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
     kind = type(network).__name__
     shape = tuple(outputs.shape)
+    adapted = _adapted_layer(network, calls)
+    if adapted is not None:
+        return (
+            f"the last layer, {adapted!r}, has an adapter, so no nn.Linear computes the logits. Train the layer itself: list it in "
+            f"modules_to_save, not in target_modules, of the adapter's configuration."
+        )
     rearranged = _rearranged(outputs, calls)
     if rearranged is not None:
         return rearranged
@@ -390,6 +400,14 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
         f"convolution or (batch, positions, classes) from a linear layer; got shape {shape} from {kind}."
         f"{last} Pass a network that returns the output of its last layer without reshaping it."
     )
+
+
+def _adapted_layer(network: nn.Module, calls: Sequence[_Call]) -> str | None:
+    # Return the name of the layer of peft in which the last linear layer runs, or None if there is no such layer.
+    modules = _named_layers(network)
+    entries = calls[-1].name.split(".") if calls else []
+    prefixes = (".".join(entries[:depth]) for depth in range(1, len(entries)))
+    return next((name for name in prefixes if hasattr(modules.get(name), "adapter_layer_names")), None)
 
 
 def _rearranged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
@@ -423,7 +441,9 @@ def _hidden_layers(network: nn.Module) -> str:
     kinds = {type(module) for module in network.modules()}
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
         return " The network contains TorchScript modules, whose layers run outside Python and cannot be hooked."
-    if any(".quantized" in kind.__module__ for kind in kinds):
+    if any(".quantized" in kind.__module__ for kind in kinds) or any(
+        hasattr(module, "qweight") for module in network.modules()
+    ):
         return " The network's layers are quantised, so their weights are packed integers. Keep the last layer in floating point."
     return ""
 

@@ -15,7 +15,15 @@ from molaplace.errors import StorageError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
-from molaplace.network import check_positions, evaluating, head_by_name, state_checksum
+from molaplace.network import (
+    Branch,
+    StateChecksums,
+    TokenChoice,
+    check_positions,
+    evaluating,
+    head_by_name,
+    state_checksums,
+)
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
@@ -27,6 +35,12 @@ from molaplace.structures import STRUCTURES, Structure
 from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
+CHECKSUMS: dict[str, Any] = {"network": str, "adapter": Optional(str)}
+PARTS: dict[type, tuple[str, str]] = {
+    Branch: ("trunk", "head"),
+    TokenChoice: ("language model", "tokens or the adapter"),
+}
+"""Names of the two parts of a network that have a checksum each."""
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 HEAD = {
     "name": str,
@@ -54,7 +68,7 @@ MIXTURE = {
 SCHEMA = {
     "structure": {"name": str},
     **MIXTURE,
-    "components": [{"network": str, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
+    "components": [{**CHECKSUMS, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
 }
 
 
@@ -98,8 +112,9 @@ def pack_components(
         "stale": posterior.stale,
     }
     with evaluating(*posterior.networks):
+        checksums = state_checksums(posterior.networks)
         parts = [
-            {"network": state_checksum(component.network)} | entry_of(index, component, layers[index]) | entries[index]
+            checksums[index]._asdict() | entry_of(index, component, layers[index]) | entries[index]
             for index, component in enumerate(posterior.components)
         ]
     return {**document, "components": parts}, tensors
@@ -112,7 +127,7 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
     try:
         structure = rebuild(document["structure"], STRUCTURES, "structure")
         likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
-        check_networks(networks, [part["network"] for part in parts])
+        check_networks(networks, parts)
         components = []
         with evaluating(*networks):
             for index, sums in enumerate(unpack_sums(parts, tensors)):
@@ -181,21 +196,34 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
     return kind(**settings)
 
 
-def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
-    """Raise `StorageError` unless the networks' checksums match the saved checksums, in the same order."""
+def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `StorageError` unless the networks' checksums match those of the saved components, in the same order."""
     remedy = (
-        f"Pass the same {counted(len(checksums), 'network')}, with the order, the precision and any `tokens` unchanged."
+        f"Pass the same {counted(len(parts), 'network')}, with the order, the precision and any `tokens` unchanged."
     )
-    if len(networks) != len(checksums):
+    if len(networks) != len(parts):
         raise StorageError(
-            f"expected the posterior's {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+            f"expected the posterior's {counted(len(parts), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
-    current = [state_checksum(network) for network in networks]
-    for index, (checksum, expected) in enumerate(zip(current, checksums, strict=True)):
-        if checksum != expected:
+    current = state_checksums(networks)
+    saved = [StateChecksums(part["network"], part["adapter"]) for part in parts]
+    for index, (checksums, expected) in enumerate(zip(current, saved, strict=True)):
+        if checksums != expected:
             hint = f" networks[{current.index(expected)}] has the saved weights." if expected in current else ""
             raise StorageError(
-                f"the weights differ from the saved weights in their names, shapes, precision "
-                f"or values.{hint} {remedy}",
+                f"{_difference(networks[index], checksums, expected)}.{hint} {remedy}",
                 place=f"networks[{index}]",
             )
+
+
+def _difference(network: nn.Module, current: StateChecksums, saved: StateChecksums) -> str:
+    # Return which of the two parts of a network differs, or that the network does if it has no parts.
+    backbone, adapter = PARTS.get(type(network), ("backbone", "adapter"))
+    differ = "differ from the saved weights in their names, shapes, precision or values"
+    if saved.adapter is None or current.adapter is None:
+        return f"the weights {differ}"
+    if current.network == saved.network:
+        return f"the weights of the {adapter} {differ}; those of the {backbone} are the same"
+    if current.adapter == saved.adapter:
+        return f"the weights of the {backbone} {differ}; those of the {adapter} are the same"
+    return f"the weights of the {backbone} and of the {adapter} {differ}"

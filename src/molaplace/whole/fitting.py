@@ -29,7 +29,7 @@ from molaplace.network import (
     check_logits,
     evaluating,
     peek,
-    state_checksum,
+    state_checksums,
 )
 from molaplace.options import one_of
 from molaplace.rules import Rule, as_rule
@@ -113,7 +113,7 @@ def fit(
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         layouts, classes = _layouts(models, inputs, factored=name == "kron")
         identity = {
-            "networks": [state_checksum(network) for network in models] if team.size > 1 else [],
+            "networks": [list(checksums) for checksums in state_checksums(models)] if team.size > 1 else [],
             "layouts": [asdict(layout) for layout in layouts],
             "structure": [name, subnetwork],
         }
