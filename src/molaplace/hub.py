@@ -295,6 +295,13 @@ def _load_network(directory: Path, entry: dict[str, Any], build: Any) -> nn.Modu
             f"folder again.",
             place=str(directory),
         )
+    adapter = next(directory.glob("**/adapter_config.json"), None)
+    if adapter is not None and not hasattr(build, "from_pretrained"):
+        raise OptionError(
+            f"{adapter.parent} holds an adapter without its backbone. Load all adapters on one backbone, with "
+            f"PeftModel.from_pretrained(backbone, folder, adapter_name=...) and model.load_adapter(folder, adapter_name=...), and "
+            f"call mola.hub.load(folder, mola.adapters(model))."
+        )
     if build is None:
         build = _transformers_class(entry, directory)
     network: nn.Module

@@ -216,6 +216,25 @@ def test_what_goes_with_a_posterior_goes_with_views(tmp_path):
     assert_close(watched.accuracy.value, expected.accuracy.value, "search")
 
 
+def test_adapters_of_a_language_model_choose_among_tokens(tmp_path):
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OPTIONS))
+    model = with_adapters(base, lora("q_proj", "lm_head", task_type="CAUSAL_LM"))
+    views = mola.adapters(model)
+    posterior = mola.fit(views, TRAIN, tokens=[3, 5, 7], progress=False)
+    separate = mola.fit(separate_models(model), TRAIN, tokens=[3, 5, 7], progress=False)
+    assert_close(posterior.predict(VAL).probs, separate.predict(VAL).probs, "search")
+    posterior.save(tmp_path)
+    loaded = mola.load(tmp_path, views, tokens=[3, 5, 7])
+    assert_close(loaded.predict(VAL).probs, separate.predict(VAL).probs, "search")
+    checksums = views_module.state_checksums(posterior.networks)
+    assert len({backbone for backbone, _ in checksums}) == 1
+    with pytest.raises(
+        StorageError, match=r"of the tokens or the adapter differ.*those of the language model are the same"
+    ):
+        mola.load(tmp_path, views, tokens=[3, 5, 8])
+
+
 # --- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +247,7 @@ def test_a_posterior_belongs_to_its_adapters_and_its_backbone(tmp_path, monkeypa
     monkeypatch.setattr(views_module, "checksum_of", lambda state: hashed.append(state) or compute(state))
     posterior.save(tmp_path)
     assert sum(tensor.numel() for state in hashed for tensor in state.values()) == sum(
-        tensor.numel() for tensor in model.state_dict().values()
+        tensor.numel() for name, tensor in model.state_dict().items() if "original_module" not in name
     ), "the backbone is hashed once"
     document = json.loads((tmp_path / "posterior.json").read_text())
     assert len({part["network"] for part in document["components"]}) == 1
@@ -256,6 +275,23 @@ def test_a_posterior_belongs_to_its_adapters_and_its_backbone(tmp_path, monkeypa
         StorageError, match=r"networks\[0\]: the weights of the backbone differ.*those of the adapter are the same"
     ):
         mola.load(tmp_path, mola.adapters(other))
+
+
+def test_a_hub_folder_holds_the_adapters_without_their_backbone(tmp_path):
+    model = bert()
+    posterior = mola.fit(mola.adapters(model), TRAIN, progress=False)
+    folder = mola.hub.save(posterior, tmp_path / "model")
+    assert not list(folder.rglob("model.safetensors"))
+    backbone = transformers.BertForSequenceClassification(transformers.BertConfig(**OPTIONS))
+    backbone.load_state_dict(model.unload().state_dict())
+    paths = [folder / "networks" / str(index) / name for index, name in enumerate(NAMES)]
+    loaded = peft.PeftModel.from_pretrained(backbone, paths[0], adapter_name=NAMES[0])
+    for name, path in zip(NAMES[1:], paths[1:], strict=True):
+        loaded.load_adapter(path, adapter_name=name)
+    expected = posterior.predict(VAL).probs
+    assert_close(mola.load(folder, mola.adapters(loaded.eval())).predict(VAL).probs, expected, "search")
+    with pytest.raises(OptionError, match=r"first holds an adapter without its backbone.*mola\.adapters"):
+        mola.hub.load(folder)
 
 
 def test_an_adapter_may_be_deleted_or_merged_after_the_fit(tmp_path):

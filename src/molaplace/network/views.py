@@ -214,9 +214,13 @@ def _parts(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     # Return the states of the backbone and of the adapter, or of the trunk and of the head. Other networks have only the first.
     state = state_of(network)
     shared: dict[str, tuple[str, ...]] = {}
-    for name, module in unwrapped(network).named_modules(remove_duplicate=False):
+    for module_name, module in unwrapped(network).named_modules(remove_duplicate=False):
+        name = plain_name(module_name)
         if hasattr(module, "adapter_layer_names") or type(module) in SHARED:
-            shared[plain_name(name)] = SHARED.get(type(module), FROZEN)
+            shared[name] = SHARED.get(type(module), FROZEN)
+        if "modules_to_save" in dict(module.named_children()):
+            # The layer that the adapter's copy replaces is often initialised at random, and is never run.
+            state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.original_module.")}
 
     def of_backbone(name: str) -> bool:
         entries = name.split(".")
