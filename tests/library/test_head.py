@@ -178,6 +178,44 @@ def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
         assert find_head(advised, X).name == f"network.{advice.group(1)}"
 
 
+class Distilled(nn.Module):
+    """Like a distilled vision transformer: two heads on two tokens, averaged in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.bodies = nn.ModuleList([make_body(), make_body()])
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x):
+        outputs = [head(body(x)) for head, body in zip(self.heads, self.bodies, strict=True)]
+        return tuple(outputs) if self.training else (outputs[0] + outputs[1]) / 2
+
+
+class Joined(nn.Module):
+    """The same outputs from one head, as the message advises."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.bodies = network.bodies
+        first, second = network.heads
+        self.head = nn.Linear(8, 3)
+        self.head.weight.data = torch.cat([first.weight, second.weight], 1) / 2
+        self.head.bias.data = (first.bias + second.bias) / 2
+
+    def forward(self, x):
+        return self.head(torch.cat([body(x) for body in self.bodies], 1))
+
+
+def test_the_mean_of_two_heads_is_refused_with_advice_that_works():
+    network = Distilled().train()
+    words = r"mean of the outputs of layers 'heads.0' and 'heads.1'.*nn\.Linear\(8, 3\).* / 2"
+    with evaluating(network), pytest.raises(HeadError, match=words):
+        find_head(network, X)
+    joined = Joined(network)
+    torch.testing.assert_close(joined(X), network.eval()(X))
+    assert find_head(joined, X).name == "head"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
 def test_scripted_and_quantised_networks_are_refused_with_the_reason():
     network = nn.Sequential(make_body(), nn.Linear(4, 3)).float().eval()

@@ -373,6 +373,9 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
     rearranged = _rearranged(outputs, calls)
     if rearranged is not None:
         return rearranged
+    averaged = _averaged(outputs, calls)
+    if averaged is not None:
+        return averaged
     near = [layer_call for layer_call in calls if layer_call.tensors is not None and layer_call.shape == shape]
     if not near and len(shape) <= 2:
         near = [
@@ -435,6 +438,32 @@ def _rearranged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
             f"Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
         )
     return None
+
+
+def _averaged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
+    # What to do if the network returns the mean of several heads, as distilled vision transformers do in evaluation mode.
+    heads = {}
+    for layer_call in calls:
+        if (
+            isinstance(layer_call.layer, nn.Linear)
+            and layer_call.tensors is not None
+            and layer_call.shape == logits.shape
+        ):
+            heads[layer_call.name] = (layer_call.layer.in_features, to_float64(layer_call.tensors[1]))
+    count = len(heads)
+    if count < 2:
+        return None
+    mean = torch.stack([outputs for _, outputs in heads.values()]).mean(0)
+    if not torch.allclose(mean, to_float64(logits), rtol=1e-3, atol=1e-3):
+        return None
+    names = " and ".join(map(repr, heads))
+    features = sum(width for width, _ in heads.values())
+    return (
+        f"the network returns the mean of the outputs of layers {names}, but a posterior needs one last layer. Together, they are "
+        f"one layer whose input is their joined inputs: head = nn.Linear({features}, {logits.shape[-1]}), with the weights "
+        f"torch.cat([layer.weight for layer in layers], 1) / {count} and the mean of the biases. Return head(torch.cat(inputs, 1)). "
+        f"Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
+    )
 
 
 def _hidden_layers(network: nn.Module) -> str:
