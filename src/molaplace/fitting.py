@@ -36,6 +36,7 @@ from molaplace.network import (
     unwrapped,
 )
 from molaplace.posterior import MoLA
+from molaplace.predictor import Predictor
 from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint
 from molaplace.settings import Settings
@@ -73,7 +74,7 @@ def as_networks(
         )
     models = []
     for module in modules:
-        if not isinstance(module, nn.Module):
+        if not isinstance(module, nn.Module) or isinstance(module, Predictor):
             raise _not_a_network(module)
         check_network(module)
         models.append(unwrapped(module))
@@ -117,6 +118,16 @@ def _not_a_network(value: Any) -> OptionError:
     elif isinstance(value, Mapping):
         got = "a state dict"
         remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network itself."
+    elif isinstance(value, Predictor):
+        remedy = (
+            " It predicts probabilities already. Pass the networks themselves, such as posterior.networks. To tune a posterior, call "
+            "posterior.tune(val_loader); to mix predictors, use mola.Mixture."
+        )
+    elif isinstance(value, type):
+        got = f"the class {value.__name__}"
+        remedy = f" Pass a trained instance of {value.__name__}."
+    elif isinstance(value, (tuple, Tensor)):
+        remedy = " The networks come before the data: mola.fit(networks, train_loader, val_loader)."
     message = f"must be an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}"
     return OptionError(message, argument="networks")
 
@@ -216,11 +227,6 @@ def fit(
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
-        if val_loader is train_loader:
-            warn(
-                "the validation data are the same as the training data. Networks are more accurate and more confident on training "
-                "data than on new data, so pass held-out data instead."
-            )
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)  # reports an unsuitable rule before the pass over the data
     if team.size > 1:

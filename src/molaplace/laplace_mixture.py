@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError, OptionError, warn
 from molaplace.fingerprints import digest
 from molaplace.function import PosteriorFunction, drawn_from
 from molaplace.joint import JointPrediction
@@ -57,6 +57,9 @@ STALE = "stale: the training data have changed since tuning, so tune again"
 
 WIDE = ("component_variance", "component_noise")
 """Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
+
+SAME = 1e-6
+"""Relative difference below which two log-likelihoods are equal up to the rounding errors of the networks."""
 
 NO_DISTANCES = (
     "there are no distances from the training data. Use mola.fit(networks, train_loader, distances=True). Plain ensembles and "
@@ -99,6 +102,11 @@ class LaplaceMixture(Predictor):
         stale: bool = False,
     ) -> None:
         super().__init__()
+        if not all(isinstance(component, Component) for component in components):
+            raise OptionError(
+                "must be made by mola.fit or mola.ensemble. For networks, call mola.fit(networks, train_loader).",
+                argument="components",
+            )
         count = len(components)
         self.components: tuple[Component, ...] = tuple(components)
         for index, component in enumerate(components):
@@ -481,6 +489,7 @@ class LaplaceMixture(Predictor):
                 needs_labels = True if chosen_rule.needs_labels else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
+                self._check_new(data)
                 held_out_reference = start.reference_on(data)
                 if held_out_reference is not None:
                     notes = data.notes_on_norms(held_out_reference, self.distances)
@@ -490,6 +499,20 @@ class LaplaceMixture(Predictor):
             if team is not None:
                 tuning = team.share(tuning)
         return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
+
+    def _check_new(self, data: HeldOut) -> None:
+        # Warn if the held-out data are the training data: as many data, with the same log-likelihood under the first network.
+        component = self.components[0]
+        sums = component.require_layer("tuning").sums
+        known = component.likelihood.total_log_likelihood(sums)
+        if data.labels is None or not known:
+            return
+        values = data.team.gather(component.likelihood.log_likelihood(data.outputs[0], data.labels))
+        if len(values) == sums.count and abs(float(values.sum()) - known) <= SAME * abs(known):
+            warn(
+                f"the data of the {data.where} seem to be the training data: there are as many, with the same log-likelihood. Networks "
+                f"are more accurate and more confident on training data than on new data, so pass held-out data instead."
+            )
 
     def reference_on(self, data: HeldOut) -> Reference | None:
         """Return the typical distances, norms and outlier scores of the validation data; None without features of a last layer."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import molaplace as mola
 from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
-from molaplace.cli.data.opening import are_same, open_dataset
+from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
@@ -33,7 +33,7 @@ from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
 from molaplace.cli.options import as_document, to_toml
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, collect_warnings, warn
+from molaplace.errors import DataError, OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Likelihood
 from molaplace.links import as_link
@@ -79,10 +79,6 @@ def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None
     """
     check_job(job)
     replaced = holds_posterior(job.output, job.checkpoint)
-    if job.val is not None and are_same(job.val, str(job.train)):
-        warn(
-            "the validation data are the same as the training data, on which accuracy and confidence are too high. Use held-out data."
-        )
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
     count = len(job.classes) if isinstance(job.classes, tuple) else job.classes

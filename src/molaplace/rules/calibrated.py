@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import warned
-from molaplace.options import check_number
+from molaplace.options import check_number, counted
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.objective import Distances, Objective, paired
 from molaplace.rules.priors import negative_log_prior
@@ -62,6 +62,9 @@ FREE = 0.005
 
 TOO_SMALL = 1e-4
 """Largest relative difference in log loss that the summary describes as not measurable."""
+
+FEW = 100
+"""Number of independent validation data below which a warning says how much the prior decides."""
 
 CLEAR = 2.0
 """Number of standard errors that the gain from pooling or covariance must exceed for the change to be kept."""
@@ -101,7 +104,7 @@ class Calibrated(Rule):
             f"Calibrated(price={self.price:g})",
             chosen.settings,
             _summary(chosen, cautious, best, scaled, plain, budget, objective.data),
-            _notes(chosen.temperature),
+            (*_notes_on_count(search.num_data, objective.num_networks), *_notes(chosen.temperature)),
             curve=search.curve(),
         )
 
@@ -242,6 +245,22 @@ def distance_onset(distances: Distances) -> float:
     """Return the distance, relative to the validation data's median, beyond which logits shrink."""
     quantile = float(np.quantile(distances.relative_logs().numpy(), ONSET))
     return math.exp(max(0.0, quantile))  # the log quantile is negative if the features of most inputs are all 0
+
+
+def _notes_on_count(num_data: float, num_networks: int) -> tuple[str, ...]:
+    if num_data >= FEW:
+        return ()
+    sharper = float(negative_log_prior(math.log(0.5))) / num_data
+    changes = f"temperature 0.5 must lower the mean log loss by more than {sharper:.2g}"
+    if num_networks > 1:
+        changes += f", and full pooling by more than {float(negative_log_prior(0.0, 0.0)) / num_data:.2g}"
+    count = counted(round(num_data), "independent validation datum", "independent validation data")
+    return (
+        warned(
+            f"only {count}, so a weak prior keeps the posterior near the plain ensemble: {changes}. Pass at least {FEW} to let the data "
+            f"decide."
+        ),
+    )
 
 
 def _notes(temperature: float) -> tuple[str, ...]:
