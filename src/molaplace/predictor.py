@@ -29,6 +29,12 @@ class Predictor(nn.Module, ABC):
     fingerprint: str | None = None
     """Short digest of the predictor and its settings, which its predictions carry; None if unknown."""
 
+    def __call__(self, inputs: Any = None, generator: torch.Generator | None = None, **keywords: Any) -> Any:
+        """Return what `forward` returns. `posterior(**batch)` is the same as `posterior(batch)`, as for the networks themselves."""
+        if keywords:
+            inputs = keywords if inputs is None else {"inputs": inputs, **keywords}
+        return super().__call__(inputs, generator=generator)
+
     @abstractmethod
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or means (n, D) for one batch."""

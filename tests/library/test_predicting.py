@@ -78,6 +78,13 @@ def test_call_and_prediction_take_the_same(make):
         assert torch.equal(next(iter(posterior.predict_batches(batch))).probs, called)
 
 
+def test_keyword_arguments_are_a_batch():
+    batch = {"x": X.float(), "ids": Y}
+    posterior = fit([WithIds()], [batch | {"labels": Y}])
+    assert torch.equal(posterior(**batch), posterior(batch))
+    assert torch.equal(posterior(inputs=batch), posterior(batch))
+
+
 def test_indices_in_a_tuple_are_an_argument_and_no_labels():
     posterior = fit(WithIds(), [((X, Y), Y)])
     assert not torch.equal(posterior.predict((X, Y)).probs, posterior.predict((X, Y.roll(1))).probs)
