@@ -36,6 +36,11 @@ def load(
     Returns:
         The posterior. Raises `StorageError` if the files are damaged or a network differs from the one used in the fit.
     """
+    if not isinstance(directory, (str, Path)):
+        raise OptionError(
+            f"must be a folder's path, got a {type(directory).__name__}. The folder comes first: mola.load(directory, networks).",
+            argument="directory",
+        )
     from molaplace import hub, whole  # imported on first use, because they need optional packages
 
     if Path(directory).is_file() and Path(directory).suffix in (".onnx", ".pt2"):

@@ -75,9 +75,10 @@ def seed_from(generator: torch.Generator | None) -> int | None:
 
 def check_generator(generator: torch.Generator | None) -> None:
     """Raise `OptionError` unless the argument is None or a CPU generator."""
-    if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
+    if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(
-            f"must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example.",
+            f"must be a torch.Generator or None, got a {type(generator).__name__}. Pass torch.Generator().manual_seed(0), for example. "
+            f"Several inputs of a network are one tuple: posterior((first, second)).",
             argument="generator",
         )
     if generator is not None and generator.device.type != "cpu":

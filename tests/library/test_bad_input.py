@@ -98,6 +98,10 @@ OPTIONS = {
     "link of another likelihood": (lambda s: mola.fit(s.network, LOADER, likelihood="bernoulli", link="bridge"), r"bridge.*bernoulli"),
     "lambda 0": (lambda s: mola.fit(s.network, LOADER, prior_precision=0), r"prior_precision.*got 0.*mola\.ensemble"),
     "lambda count afterwards": (lambda s: s.posterior.with_prior_precision([1.0]), r"one value, or 2.*\[1\.0\]"),
+    "a posterior for networks": (lambda s: mola.fit(s.posterior, LOADER), r"networks.*got MoLA.*posterior\.networks"),
+    "networks for components": (lambda s: mola.MoLA(s.networks), r"components.*mola\.fit\(networks"),
+    "folder and networks swapped": (lambda s: mola.load(s.networks, s.folder), r"directory.*got a list.*comes first"),
+    "two inputs without a tuple": (lambda s: s.posterior(X, X), r"generator.*got a Tensor.*posterior\(\(first, second\)\)"),
     "temperature 0": (lambda s: s.posterior.with_temperature(0), r"temperature.*between 0\.001 and 1000, got 0"),
     "pooling above 1": (lambda s: s.posterior.with_pooling(1.5), r"pooling.*between 0 and 1, got 1\.5.*averages their logits"),
     "exponent below 0": (lambda s: s.posterior.with_distance_exponent(-1), r"distance_exponent.*between 0 and 100, got -1"),
@@ -246,6 +250,27 @@ def test_outliers_that_cannot_be_used(scene):
 def test_what_is_worth_knowing_warns(scene):
     with pytest.warns(MolaWarning, match=r"1 of 3 classes have no training data \(class 2\)"):
         mola.fit(scene.network, [(X, Y % 2)])
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_training_data_as_validation_data_are_noticed(likelihood):
+    """In whatever order and batches they come, but not if a label differs."""
+    labels = Y if likelihood == "categorical" else (X[:, :3] > 0).double()
+    posterior = mola.fit(make_network(), [(X, labels)], likelihood=likelihood)
+    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(1))
+    others = (labels[order] + 1) % 2 if likelihood == "bernoulli" else labels[order] + (labels[order] < 1)
+    for targets, same in ((labels[order], True), (others, False)):
+        loader = list(zip(X[order].split(6), targets.split(6), strict=True))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            posterior.tune(loader, rule="nll")
+        assert any("seem to be the training data" in str(warning.message) for warning in caught) == same
+
+
+def test_few_validation_data_are_counted(scene):
+    """The gains that the warning names are the negative log prior, shared by the data."""
+    with pytest.warns(MolaWarning, match=r"only 8 independent validation data.* more than 0\.12, .* more than 0\.25"):
+        scene.posterior.tune([(X[:8], Y[:8])], rule="calibrated")
 
 
 # --- predicting -------------------------------------------------------------------------------------------------------

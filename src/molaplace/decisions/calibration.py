@@ -46,10 +46,15 @@ def probs_of(prediction: Any) -> Tensor:
     valid = ((probs >= 0) & (probs <= 1 + SUM_TOLERANCE)).all(1) & ((probs.sum(1) - 1).abs() <= SUM_TOLERANCE)
     if not bool(valid.all()):
         row = int((~valid).nonzero()[0])
+        remedy = "If these are logits, pass logits.softmax(1)."
+        if bool(((probs >= 0) & (probs <= 1)).all()):
+            remedy = (
+                "For multi-label data, decide for each label separately: for label 0, pass "
+                "torch.stack([1 - probs[:, 0], probs[:, 0]], 1) and labels[:, 0]."
+            )
         raise DataError(
             f"expected probabilities whose rows sum to 1, but row {row} sums to {float(probs[row].sum()):g}, with values from "
-            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, decide for each label "
-            f"separately: for label 0, pass torch.stack([1 - probs[:, 0], probs[:, 0]], 1) and labels[:, 0]."
+            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. {remedy}"
         )
     return probs
 

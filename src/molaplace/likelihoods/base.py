@@ -379,7 +379,7 @@ def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
         last = (
             f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""
         )
-        single = " A single input needs a batch dimension: inputs[None]." if outputs.dim() == 1 else ""
+        single = " A single input needs a batch dimension: inputs[None]." if outputs.dim() in (1, 3) else ""
         raise HeadError(
             f"expected {expected}, got shape {tuple(outputs.shape)}.{last}{single} Pass a network that returns the output of its last "
             f"linear layer without reshaping it."

@@ -76,6 +76,8 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
         remedy = (
             "Pass torch.tensor(...)." if numbers else "Combine several inputs in a tuple: ((first, second), labels)."
         )
+        if _is_text(raw):
+            remedy = TEXTS
         raise DataError(
             f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
             f"{type(raw).__name__}{size}. {remedy}",
@@ -87,15 +89,26 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
         try:
             labels = torch.as_tensor(labels, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
+            names = " of names. Number the classes in the order of the outputs" if _is_text(list(labels)) else ""
             raise DataError(
-                f"labels must be a tensor or array of class indices, got {type(labels).__name__}.", place=batch_name
+                f"labels must be a tensor or array of class indices, got {type(labels).__name__}{names}.",
+                place=batch_name,
             ) from error
     return Batch(inputs, labels)
+
+
+TEXTS = "Networks read token numbers, not texts: tokenizer(texts, padding=True, return_tensors='pt') gives one batch."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], str))
 
 
 def one_batch(inputs: Inputs) -> Inputs:
     """Return `inputs` unchanged; raise `DataError` for a list, which counts as an iterable of batches."""
     if isinstance(inputs, list):
+        if _is_text(inputs):
+            raise DataError(f"expected one batch, got a list of texts. {TEXTS}")
         raise DataError(
             "expected one batch, got a list, which counts as an iterable of batches. For several batches, use predict. One batch is a "
             "tensor, a tuple of positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
@@ -109,7 +122,8 @@ def check_loader(loader: Any, where: str) -> None:
     # A list of tensors is accepted only if all have the same dtype and number of dimensions; in a batch [x, y], these usually
     # differ.
     batch = tensors and (isinstance(loader, tuple) or len({(item.dim(), item.dtype) for item in loader}) > 1)
-    if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+    table = hasattr(loader, "to_numpy")  # iterating over a data frame would yield the names of its columns
+    if batch or table or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
             f"expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
             "Pass a DataLoader, or a single batch in a list: [(x, y)].",
