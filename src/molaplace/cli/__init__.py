@@ -24,6 +24,7 @@ with importing("the molaplace command", "click and rich", "cli"):
 
 from molaplace.cli.consent import require_trust
 from molaplace.cli.options import label, parameters, read_options, read_toml
+from molaplace.cli.processors import limit_threads
 
 __all__ = ["app"]
 
@@ -118,6 +119,7 @@ def _run(function: Any, kind: type, declared: list[click.Parameter], values: dic
         if context.get_parameter_source(str(parameter.name)) == ParameterSource.DEFAULT_MAP:
             names = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
             require_trust(names, values["config"], label(parameter), trust=values.get("trust", False))
+    limit_threads()
     try:
         function(kind(**values))
     except MolaError as error:
@@ -144,6 +146,8 @@ def app(context: click.Context) -> None:
 
     With torchrun, several processes can share the work of fit, evaluate and predict:
     torchrun --nproc-per-node=4 -m molaplace fit ...
+
+    Commands use one thread for each processor that they may use; OMP_NUM_THREADS sets another number.
 
     Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out or, for
     watch, an alarm; 130 interrupted.
