@@ -58,10 +58,11 @@ def check_job(job: Job) -> None:
     _positions(job)
     as_link(job.link, likelihood)
     rule = job.make_rule()
-    if job.val is None and (job.mixing == "stacking" or (rule is not None and rule.needs_data)):
-        raise OptionError(
-            f"--rule {job.rule_name} with --mixing {job.mixing} needs validation data. Pass --val, or use --rule evidence."
-        )
+    if job.val is None and job.mixing == "stacking":
+        raise OptionError("--mixing stacking needs validation data. Pass --val, or use --mixing evidence.")
+    if job.val is None and rule is not None and rule.needs_data:
+        subject = f"the default rule, {job.rule_name}," if job.rule is None else f"--rule {job.rule_name}"
+        raise OptionError(f"{subject} needs validation data. Pass --val, or use --rule evidence.")
     if job.bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
             "--bundle copies the weight files into the folder. Networks with their own weights cannot be bundled."
