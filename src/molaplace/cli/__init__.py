@@ -24,7 +24,7 @@ with importing("the molaplace command", "click and rich", "cli"):
 
 from molaplace.cli.consent import require_trust
 from molaplace.cli.options import label, parameters, read_options, read_toml
-from molaplace.cli.processors import limit_threads
+from molaplace.cli.processors import limit_threads, processors
 
 __all__ = ["app"]
 
@@ -119,7 +119,7 @@ def _run(function: Any, kind: type, declared: list[click.Parameter], values: dic
         if context.get_parameter_source(str(parameter.name)) == ParameterSource.DEFAULT_MAP:
             names = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
             require_trust(names, values["config"], label(parameter), trust=values.get("trust", False))
-    limit_threads()
+    limit_threads(processors())
     try:
         function(kind(**values))
     except MolaError as error:

@@ -20,6 +20,7 @@ from torch import nn
 
 from molaplace.cli.consent import is_function_name
 from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.processors import limit_threads
 from molaplace.demo.data import digits_network
 from molaplace.errors import MolaError, OptionError, StorageError, importing
 from molaplace.imported import import_builder
@@ -92,6 +93,8 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
             f"({', '.join(without_weights) or 'none'}). Pass one network for all files, or one network for each file. Hugging "
             f"Face folders contain their own weights."
         )
+    if set(names) == {MLP}:
+        limit_threads(1)  # so small networks lose more time to synchronisation than they gain from parallelism
     paths = iter(files)
     networks = [
         load_transformers(Path(name).expanduser())

@@ -1,4 +1,4 @@
-"""The number of threads of the commands: one for each processor that the process may use.
+"""The number of threads of the commands: one for each processor that the process may use, and one in all for the demo's perceptrons.
 
 PyTorch starts a thread for each processor of the machine that it may run on. In a container with a quota of a few processors, these
 threads take turns and wait for each other, and a small job can take ten times as long.
@@ -32,9 +32,9 @@ def processors(cgroups: Path = CGROUPS) -> int:
     return count
 
 
-def limit_threads() -> None:
-    """Use at most one thread for each processor that this process may use, unless the environment sets the number of threads."""
+def limit_threads(most: int) -> None:
+    """Use at most the given number of threads, unless the environment sets the number."""
     import torch  # only commands that run need it, not their help
 
     if not any(name in os.environ for name in CHOICES):
-        torch.set_num_threads(min(torch.get_num_threads(), processors()))
+        torch.set_num_threads(min(torch.get_num_threads(), most))
