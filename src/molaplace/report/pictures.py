@@ -106,6 +106,9 @@ def draw_histograms(
         by_set = histograms[method]
         if row == 0:
             panel.set_title(outliers[column].title, pad=15, fontsize=9)
+        if column == 0:
+            # Few predictions have a low confidence, so this corner is free.
+            panel.text(0.03, 0.93, method, transform=panel.transAxes, va="top", fontsize=8, fontweight="bold")
         if row == len(histograms) - 1:
             panel.set_xlabel("confidence")
         # Most of the test data are in the last bin; a square-root scale makes the other bins visible.
@@ -120,7 +123,7 @@ def draw_histograms(
         means = {"mean": confidence[column].get(method), "AUROC": auroc[column].get(method)}
         words = [f"{name} {mean.value:.3f}" for name, mean in means.items() if mean is not None]
         # Inside the panel, the text would hide bars, so it is placed above the panel.
-        panel.text(0.0, 1.04, f"{method}: {', '.join(words)}", transform=panel.transAxes, va="bottom", fontsize=7)
+        panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data", fontsize=8)
     return figure
 
