@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     lines = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
     assert len(lines) <= 25
-    assert "with MoLA: " in lines[0], "the finding comes first"
+    assert "MoLA: " in lines[0], "the finding comes first"
     assert "index.html" in lines[-1]
     document = json.loads((tmp_path / "report" / "numbers.json").read_text())
     assert list(document["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
@@ -116,13 +116,13 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
     findings = evaluation_findings(result)
     first = next(iter(findings.values()))
     scaled = "DE-N" if kind.name == "regression" else "DE-T"
-    assert first.index("with MoLA: ") < first.index("the ensemble (DE") < first.index(f"the scaled ensemble ({scaled}")
+    assert first.index("MoLA: ") < first.index("the ensemble (DE") < first.index(f"the scaled ensemble ({scaled}")
     gap, error = result.differences["DE"]["nll"]
     nll = {name: result.methods[name].labelled["test.npz"].metrics["nll"] for name in ("DE", "MoLA")}
     assert gap == pytest.approx(nll["DE"] - nll["MoLA"])
     words = "equal" if max(abs(gap), error) < 1e-6 else "clearly lower" if gap > 0 else "clearly higher"
     words = words if abs(gap) > 2 * error or words == "equal" else f"not {words}"
-    assert f": {words} " in first.split(" the ensemble (DE")[0]
+    assert f", {words} " in first.split(" the ensemble (DE")[0]
     assert len(findings) == 3
     assert "add `--ood DATA`" in findings["Outliers"]
     assert "Outliers: far.npz" in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))
@@ -175,7 +175,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
     }
     expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
     assert list(result.methods) == expected
-    assert ("with LLLA: " in evaluation_findings(result)["Log loss"]) == (count == 1)
+    assert ("LLLA: " in evaluation_findings(result)["Log loss"]) == (count == 1)
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = workspace.inputs("test")
     for name in expected:

@@ -58,10 +58,13 @@ def _percent(result: LabelledResult, metric: str) -> str:
     return f"{Estimate.of(result.metrics[metric], result.errors.get(metric)).scaled(100).text(1)} %"
 
 
-RIVALS = {"MAP": "one network", "DE": "the ensemble"} | {
-    f"{base}-{suffix}": words
-    for suffix in "TN"
-    for base, words in (("MAP", "one scaled network"), ("DE", "the scaled ensemble"))
+RIVALS = {
+    "MAP": "one network",
+    "MAP-T": "one scaled network",
+    "MAP-N": "one scaled network",
+    "DE": "the ensemble",
+    "DE-T": "the scaled ensemble",
+    "DE-N": "the scaled ensemble",
 }
 """Methods without a posterior with which the verdict compares, in words."""
 
@@ -75,15 +78,15 @@ def _loss_sentence(comparison: Comparison) -> str:
             verdicts.setdefault(verdict, []).append(f"{words} ({method}{size})")
     value = comparison.on_test[comparison.subject].metrics["nll"]
     compared = "; ".join(f"{verdict} {' and '.join(methods)}" for verdict, methods in verdicts.items())
-    return f"{value:.4g} with {comparison.subject}: {compared}."
+    return f"{comparison.subject}: {value:.4g}, {compared}."
 
 
 def _against(gap: Estimate) -> tuple[str, str]:
-    # Return a verdict, such as "clearly lower than with", and the size of the gap.
+    # Return a verdict, such as "clearly lower than", and the size of the gap.
     if abs(gap.value) < TIE and not gap.error >= TIE:
-        return "equal to that of", ""
+        return "equal to", ""
     size = f", by {Estimate(abs(gap.value), gap.error)}"
-    direction = f"{'lower' if gap.value > 0 else 'higher'} than with"
+    direction = f"{'lower' if gap.value > 0 else 'higher'} than"
     if math.isnan(gap.error):
         return f"for a single input, {direction}", size
     return f"{'clearly' if abs(gap.value) > CLEAR * gap.error else 'not clearly'} {direction}", size
