@@ -107,7 +107,7 @@ def draw_reliability(bins: Mapping[str, Mapping[str, ArrayLike]], drawn: Strokes
     correct predictions. The last set has the strongest colour.
     """
     columns = min(4, len(bins))
-    figure, axes = canvas(-(-len(bins) // columns), columns, 0.75 + 0.8 * WIDTH / columns, sharey=True)
+    figure, axes = canvas(-(-len(bins) // columns), columns, 0.9 + 0.8 * WIDTH / columns, sharey=True)
     points = {method: {name: _bin_points(of_set) for name, of_set in by_set.items()} for method, by_set in bins.items()}
     values = [row[:2].min() for by_set in points.values() for row in by_set.values() if row.size]
     lowest = min(0.9, np.floor(10 * min(values, default=0)) / 10)
