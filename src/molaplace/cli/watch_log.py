@@ -81,8 +81,8 @@ class WatchLog:
         saved = Watch.unpack(document, tensors)
         if not saved.same_origin(self.watch):
             raise StorageError(
-                f"{self.path} belongs to other validation data or options. Pass the posterior and the options with which it was begun, or "
-                f"choose another --log."
+                f"{self.path} belongs to another posterior, other validation data or options. Pass those with which it was begun, or choose "
+                f"another --log."
             )
         self.watch = saved
         last = document["line"]
@@ -103,7 +103,7 @@ class WatchLog:
             if entry["batch"] != number:
                 raise ValueError(f"expected batch {number}, got batch {entry['batch']}")
         except (ValueError, RecursionError) as error:
-            reason = error.message if isinstance(error, MolaError) else error
+            reason = error.message.rstrip(".") if isinstance(error, MolaError) else error
             raise StorageError(
                 f"{self.path} is damaged in line {number}: {reason}. Restore the file, or choose another --log."
             ) from error
