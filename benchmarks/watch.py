@@ -1,6 +1,6 @@
 """Measure what `mola.watch` promises: false alarms, delays, expected accuracy, time and memory.
 
-    python benchmarks/watch.py --data DIR --cifar10 DIR --clinc150 DIR [--cache DIR] [--only PART ...] [--suites SUITE ...]
+    python benchmarks/watch.py --data DIR --cifar10 DIR --clinc150 DIR --imagenet DIR [--cache DIR] [--only PART ...] [--suites SUITE ...]
     python benchmarks/watch.py --quick
 
 - `false_alarms`: share of 1,000 streams of 10,000 exchangeable inputs that ever raise an alarm, with 200 and 2,000 validation data, for
@@ -9,7 +9,9 @@
 - `tuned`: the same on real scores, if the posterior is tuned on the validation data with which the stream is compared.
 - `delays`: inputs until the alarm after 2,000 calm inputs of the test set, for shifts and for outliers mixed in.
 - `accuracy`: estimates of accuracy without labels, on networks that were (the first five of MNIST) and were not used to choose the
-    share of strange inputs above which no estimate is made.
+    share of strange inputs above which no estimate is made. For CIFAR-10, these are ResNet-20s 05 to 09, because prototypes on the
+    first five had suggested the estimate, with 57 sets of 1,000 corrupted images; for ImageNet, EfficientNet-Lite0 and Lite1 in five
+    rotations of a cross-fit, with the networks of examples/imagenet_networks.py.
 - `cost`: processor time of `update` relative to prediction with ResNet-20, and memory over ten million inputs.
 
 The exit status is 1 if there are more false alarms than chance allows, or if `update` takes more than 1 % of the prediction of 128
@@ -24,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from suites import MNIST_NETWORKS, StoredSuite, open_suite
 import molaplace as mola
 from molaplace.calibration import fit_temperature
 from molaplace.errors import MolaWarning
+from molaplace.images import Images
 from molaplace.monitoring import alarm as alarms
 from molaplace.monitoring.accuracy import MOST_STRANGE, ConfidenceThreshold
 from molaplace.monitoring.baseline import Baseline
@@ -45,9 +49,14 @@ from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.ranks import ScoreCounts, uniform_draws
 from molaplace.monitoring.stream import WatchOptions
 from molaplace.monitoring.watching import Watch
+from molaplace_lab.activations import ActivationCache, Network, open_networks
+from molaplace_lab.corruptions.catalogue import CORRUPTIONS, corrupt
 from molaplace_lab.data.clinc150 import embed, load_clinc150
 from molaplace_lab.models import build_network
-from molaplace_lab.suite import DataOptions
+from molaplace_lab.networks import open_named
+from molaplace_lab.suite import DataOptions, Source
+from molaplace_lab.suites.image_sources import image_source, test_images
+from molaplace_lab.suites.registry import find_suite
 
 Array = np.ndarray[Any, Any]
 
@@ -61,6 +70,14 @@ LONGEST = 8000
 """Number of inputs after a change."""
 JUMP = 0.01
 """MAPIE's default."""
+TRAIN_IMAGES = 10_000
+"""Number of CIFAR-10 training images to which the posterior of the networks 05 to 09 is fitted."""
+OUTLIERS = 2000
+"""Number of images in each outlier set for these networks."""
+SHIFTED = 400
+"""Number of ImageNet images that are corrupted, at each severity, for all rotations together."""
+SHIFTED_OUTLIERS = 150
+"""Number of images in each outlier set for ImageNet."""
 
 
 # --- tests to compare -------------------------------------------------------------------------------------------------
@@ -194,8 +211,8 @@ def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> C
     return columns | {"labels": labels.numpy()}
 
 
-def from_suite(suite: StoredSuite, group: int) -> tuple[mola.MoLA, Any, dict[str, Columns]]:
-    """Fit and tune a posterior for one group of five networks, and predict every set."""
+def from_suite(suite: StoredSuite, group: int = 0) -> tuple[mola.MoLA, Any, dict[str, Columns]]:
+    """Fit and tune a posterior for one group of at most five networks, and predict every set."""
     stored = suite.read(slice(COMPONENTS * group, COMPONENTS * (group + 1)))
     train = stored.pop("train")
     validation = stored["validation"]
@@ -209,16 +226,79 @@ def from_suite(suite: StoredSuite, group: int) -> tuple[mola.MoLA, Any, dict[str
     return posterior, validation, sets
 
 
-SETS = {
-    "cifar10": ("train", "validation", "test", *(f"severity {level}" for level in range(1, 6)), "svhn", "cifar100"),
-    "mnist": (),
-}
+SEVERITIES = (1, 3, 5)
+"""Severities of the corruptions of which each makes a set of its own."""
+
+BASE = ("train", "validation", "test", "svhn", "cifar100")
 
 
-def open_suite_of(name: str, options: argparse.Namespace, groups: int) -> StoredSuite:
-    networks, normalisation = (options.cifar10, "imagenet") if name == "cifar10" else (MNIST_NETWORKS, None)
-    data = DataOptions(options.data, normalisation=normalisation)
-    return open_suite(name, networks, data, options.cache, COMPONENTS * groups, SETS[name])
+def open_mnist(options: argparse.Namespace) -> StoredSuite:
+    return open_suite("mnist", MNIST_NETWORKS, DataOptions(options.data), options.cache, 2 * COMPONENTS)
+
+
+def open_cifar10(options: argparse.Namespace) -> StoredSuite:
+    """Open the networks 00 to 04 and the sets on which delays are measured."""
+    data = DataOptions(options.data, normalisation="imagenet")
+    sets = (*BASE, *(f"severity {level}" for level in range(1, 6)))
+    return open_suite("cifar10", options.cifar10, data, options.cache, COMPONENTS, sets)
+
+
+def open_corrupted_cifar10(options: argparse.Namespace) -> StoredSuite:
+    """Open the networks 05 to 09 and, for each of 19 corruptions at three severities, 1,000 test images."""
+    data = DataOptions(options.data, normalisation="imagenet", train=TRAIN_IMAGES, outliers=OUTLIERS)
+    suite = find_suite("cifar10")
+    label, build = suite.builder("resnet-20")
+    networks = open_networks(sorted(options.cifar10.glob("*.safetensors"))[COMPONENTS : 2 * COMPONENTS], build, label)
+    images = test_images("cifar10", data).evenly(1000)
+
+    def corrupted(images: Images, kind: str, level: int) -> Images:
+        return Images(corrupt(images.pixels, kind, level), images.labels)
+
+    made = {
+        f"{kind}, severity {level}": image_source(
+            data,
+            "imagenet",
+            f"{kind}, severity {level}",
+            f"CIFAR-10 with {kind} at severity {level}",
+            "shift",
+            images,
+            change=partial(corrupted, kind=kind, level=level),
+            changed_by=("one corruption", kind, level),
+            level=level,
+        )
+        for kind in CORRUPTIONS
+        for level in SEVERITIES
+    }
+    sources = {name: source for name, source in suite.make_sources(data).items() if name in BASE} | made
+    return open_stored(options, networks, [sources])[0]
+
+
+def open_stored(
+    options: argparse.Namespace, networks: list[Network], folds: list[dict[str, Source]]
+) -> list[StoredSuite]:
+    """Compute the missing activations of the networks on the sets of each fold."""
+    cache = ActivationCache(options.cache)
+    whole = {source.checksum: source for fold in folds for source in ((part.whole or part) for part in fold.values())}
+    cache.compute(networks, list(whole.values()), lambda doing, done: None)
+    return [StoredSuite(networks, fold, cache) for fold in folds]
+
+
+def open_imagenet(options: argparse.Namespace) -> list[StoredSuite]:
+    """Open two EfficientNet-Lites and the rotations of a cross-fit, with a fifth of the images corrupted."""
+    data = DataOptions(
+        options.imagenet,
+        normalisation="none",
+        image_size=256,
+        cross_fit=True,
+        shifted=SHIFTED,
+        outliers=SHIFTED_OUTLIERS,
+    )
+    networks = open_named("imagenet_networks:lite0,imagenet_networks:lite1")
+    make_folds = find_suite("imagenet").make_folds
+    assert make_folds is not None
+    left_out = ("kmnist", *(f"severity {level}" for level in range(1, 6) if level not in SEVERITIES))
+    folds = [{name: source for name, source in fold.items() if name not in left_out} for fold in make_folds(data)]
+    return open_stored(options, networks, folds)
 
 
 def tuned(posterior: mola.MoLA, suite: StoredSuite, splits: int, replays: int) -> dict[str, Any]:
@@ -348,63 +428,78 @@ class Estimators:
         return values
 
 
-def accuracy_sets(suite: str, sets: Mapping[str, Columns], types: int) -> Iterator[tuple[str, str, Columns]]:
+def accuracy_sets(suite: str, sets: Mapping[str, Columns], seed: int) -> Iterator[tuple[str, str, Columns]]:
     """Yield the kind, the name and the columns of each set whose accuracy is estimated."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
 
     def part(columns: Columns, rows: Any) -> Columns:
         return {name: values[rows] for name, values in columns.items()}
 
-    def mixed(columns: Columns, others: Columns, share: float, count: int) -> Columns:
-        strange = int(share * count)
-        rows = draw.permutation(len(columns["labels"]))[: count - strange]
-        outside = part(others, draw.permutation(len(others["labels"]))[:strange])
-        outside["labels"] = np.full(strange, -1)  # never right
-        return {name: np.concatenate([values[rows], outside[name]]) for name, values in columns.items()}
+    def some(columns: Columns, count: int) -> Columns:
+        return part(columns, draw.permutation(len(columns["labels"]))[:count])
+
+    def of_classes(columns: Columns, labels: Array) -> Columns:
+        return part(columns, np.flatnonzero(np.isin(columns["labels"], labels))[:1000])
+
+    def joined(parts: list[Columns]) -> Columns:
+        return {name: np.concatenate([columns[name] for columns in parts]) for name in parts[0]}
 
     test = sets["test"]
     for size in (50, 200, 1000, 5000):
         for repeat in range(4):
-            rows = draw.permutation(len(test["labels"]))[:size]
-            if len(rows) == size:
-                yield f"test, {size} inputs", f"{size}, {repeat}", part(test, rows)
-    classes = test["probs"].shape[1]
-    for repeat in range(6):  # two classes only, and classes in geometric proportions
-        pair = draw.choice(classes, 2, replace=False)
-        yield "two classes", f"{pair}", part(test, np.flatnonzero(np.isin(test["labels"], pair))[:1000])
-        weights = 0.6 ** draw.permutation(min(classes, 10)).astype(float)
+            if size <= len(test["labels"]):
+                yield f"test, {size} inputs", f"{size}, {repeat}", some(test, size)
+    classes = np.unique(test["labels"])
+    few = 2 if len(test["labels"]) / len(classes) > 10 else len(classes) // 10  # ImageNet has two images of each class
+    title = "two classes" if few == 2 else "a tenth of the classes"
+    size = min(1000, len(test["labels"]) // 2)
+    for repeat in range(6):  # a few classes only, and classes in geometric proportions
+        chosen = draw.choice(classes, few, replace=False)
+        yield title, f"{repeat}", of_classes(test, chosen)
+        weights = 0.6 ** draw.permutation(min(len(classes), 10)).astype(float)
         chance = weights[test["labels"] % len(weights)]
-        rows = draw.choice(len(test["labels"]), 1000, replace=False, p=chance / chance.sum())
+        rows = draw.choice(len(test["labels"]), size, replace=False, p=chance / chance.sum())
         yield "other proportions", f"{repeat}", part(test, rows)
+    for level in SEVERITIES:
+        corrupted = {name: columns for name, columns in sets.items() if name.endswith(f"severity {level}")}
+        for name, columns in corrupted.items():
+            if len(corrupted) > 1:
+                yield "corruption", name, columns
+        if corrupted:
+            mixture = joined(list(corrupted.values()))
+            yield "mixed corruptions", f"severity {level}", some(mixture, 5000)
+            if few == 2:
+                yield (
+                    "corruption, two classes",
+                    f"severity {level}",
+                    of_classes(mixture, draw.choice(classes, 2, replace=False)),
+                )
     for name in sets:
         if name.startswith("rotation"):
             for repeat in range(3):
-                yield (
-                    "rotation",
-                    f"{name}, {repeat}",
-                    part(sets[name], draw.permutation(len(sets[name]["labels"]))[:1000]),
-                )
-        elif name.startswith("severity"):
-            for kind in range(types):  # the types were dealt in turn
-                yield "corruption", f"{name}, type {kind}", part(sets[name], slice(kind, None, types))
-            yield "mixed corruptions", name, part(sets[name], slice(5000))
-            pair = draw.choice(classes, 2, replace=False)
-            rows = np.flatnonzero(np.isin(sets[name]["labels"], pair))[:1000]
-            yield "corruption, two classes", f"{name}, {pair}", part(sets[name], rows)
-    outside = {"cifar10": ("svhn", "cifar100"), "mnist": ("fashion-mnist", "kmnist"), "clinc150": ("out of scope",)}
+                yield "rotation", f"{name}, {repeat}", some(sets[name], 1000)
+    outside = {
+        "cifar10": ("svhn", "cifar100"),
+        "mnist": ("fashion-mnist", "kmnist"),
+        "clinc150": ("out of scope",),
+        "imagenet": ("svhn", "notmnist"),
+    }
     for name in outside[suite]:
-        for share in (0.05, 0.2, 0.5):
-            yield f"{share:.0%} outliers", f"{name}, {share}", mixed(test, sets[name], share, 1000)
-        yield "outliers alone", name, mixed(test, sets[name], 1.0, 1000)
+        others = sets[name] | {"labels": np.full(len(sets[name]["labels"]), -1)}  # never right
+        count = min(1000, len(others["labels"]))
+        for share in (0.05, 0.2, 0.5, 1.0):
+            strange = round(share * count)
+            kind = f"{share:.0%} outliers" if share < 1 else "outliers alone"
+            yield kind, f"{name}, {share}", joined([some(test, count - strange), some(others, strange)])
 
 
-def accuracy(suite: str, group: int, sets: Mapping[str, Columns], types: int) -> list[dict[str, Any]]:
-    """Estimate the accuracy on every set."""
+def accuracy(suite: str, group: int, sets: Mapping[str, Columns]) -> list[dict[str, Any]]:
+    """Estimate the accuracy on every set; `group` numbers the networks or, for ImageNet, the rotations."""
     estimators = Estimators(sets["validation"])
     threshold = estimators.baseline.confidence
     assert threshold is not None
     rows = []
-    for kind, name, columns in accuracy_sets(suite, sets, types):
+    for kind, name, columns in accuracy_sets(suite, sets, group if suite == "imagenet" else 0):
         truth = {
             predictor: float((columns[predictor].argmax(1) == columns["labels"]).mean())
             for predictor in ("probs", "scaled")
@@ -560,17 +655,19 @@ def broken(document: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of the data sets")
-    parser.add_argument("--cifar10", type=Path, help="folder of ResNet-20s for CIFAR-10")
+    parser.add_argument("--cifar10", type=Path, help="folder of at least ten ResNet-20s for CIFAR-10")
+    parser.add_argument(
+        "--imagenet", type=Path, help="folder of ImageNet, SVHN and notMNIST, for two EfficientNet-Lites"
+    )
     parser.add_argument("--clinc150", type=Path, help="folder of CLINC150")
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of the activations")
     parser.add_argument("--only", nargs="*", default=[], help="parts to run; by default, all")
     parser.add_argument(
         "--suites",
         nargs="*",
-        default=["mnist", "cifar10", "clinc150"],
+        default=["mnist", "cifar10", "clinc150", "imagenet"],
         help="suites to measure; rows of others are kept",
     )
-    parser.add_argument("--groups", type=int, default=2, help="number of groups of five ResNet-20s")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -591,25 +688,35 @@ def main() -> int:
     for part in ("delays", "accuracy"):
         if wanted(part):
             document[part] = [row for row in document.get(part, []) if row["suite"] not in options.suites]
-    if options.data is not None and any(map(wanted, ("tuned", "delays", "accuracy"))):
-        for name in [name for name in ("mnist", "cifar10") if name in options.suites]:
-            groups = options.groups if name == "cifar10" else 2
-            suite = open_suite_of(name, options, groups)
-            types = max(len(source.types) for source in suite.sources.values())
-            for group in range(groups):
-                posterior, _, sets = from_suite(suite, group)
-                if wanted("delays") and group == groups - 1:
-                    document["delays"] += delays(name, sets, 50, say)
-                if wanted("tuned") and name == "mnist" and group == 0:
-                    document["tuned"] = tuned(posterior, suite, 25, 8)
-                if wanted("accuracy"):
-                    rows = accuracy(name, group, sets, types)
-                    chosen = name == "mnist" and group == 0  # the share `MOST_STRANGE` was chosen on these
-                    document["accuracy"] += [row | {"chosen": chosen} for row in rows]
-                say(f"{name}, networks {COMPONENTS * group} to {COMPONENTS * group + 4}")
+
+    def estimate(name: str, group: int, sets: Mapping[str, Columns]) -> None:
+        chosen = name == "mnist" and group == 0  # the share `MOST_STRANGE` was chosen on these
+        document["accuracy"] += [row | {"chosen": chosen} for row in accuracy(name, group, sets)]
+        say(f"accuracy: {name}, {group}")
+
+    if "mnist" in options.suites and options.data is not None and any(map(wanted, ("tuned", "delays", "accuracy"))):
+        suite = open_mnist(options)
+        for group in range(2):
+            posterior, _, sets = from_suite(suite, group)
+            if wanted("delays") and group == 1:
+                document["delays"] += delays("mnist", sets, 50, say)
+            if wanted("tuned") and group == 0:
+                document["tuned"] = tuned(posterior, suite, 25, 8)
+            if wanted("accuracy"):
+                estimate("mnist", group, sets)
+    if "cifar10" in options.suites and options.data is not None:
+        if wanted("delays"):
+            document["delays"] += delays("cifar10", from_suite(open_cifar10(options))[2], 50, say)
+        if wanted("accuracy"):
+            estimate("cifar10", 1, from_suite(open_corrupted_cifar10(options))[2])
     if "clinc150" in options.suites and options.clinc150 is not None and wanted("accuracy"):
-        rows = accuracy("clinc150", 0, from_clinc(options.clinc150), 0)
-        document["accuracy"] += [row | {"chosen": False} for row in rows]
+        estimate("clinc150", 0, from_clinc(options.clinc150))
+    if "imagenet" in options.suites and options.imagenet is not None and wanted("accuracy"):
+        folds = open_imagenet(options)
+        for fold, suite in enumerate(folds):
+            estimate("imagenet", fold, from_suite(suite)[2])
+        counts = {name: suite.sources[name].count for name in ("train", "validation", "test")}
+        document["imagenet"] = {"folds": len(folds), "classes": counts["validation"], **counts}
     if "accuracy" in document:
         document["accuracy_summary"] = summary(document["accuracy"])
     document["environment"] = record.environment("scipy", "mapie")

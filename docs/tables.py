@@ -574,7 +574,7 @@ def _watch(name: str) -> str:
     return listed(selected, columns, 2)
 
 
-TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150", "imagenet": "ImageNet"}
 
 SOURCES: dict[str, Callable[[str], str]] = {
     "bayesian-optimisation": _bayesian_optimisation,
