@@ -81,8 +81,8 @@ class WatchLog:
         saved = Watch.unpack(document, tensors)
         if not saved.same_origin(self.watch):
             raise StorageError(
-                f"{self.path} belongs to another posterior, other validation data or options. Pass those with which it was begun, or choose "
-                f"another --log."
+                f"{self.path} belongs to another posterior, other validation data or options. Pass those with which it was begun, or "
+                f"choose another --log."
             )
         self.watch = saved
         last = document["line"]
