@@ -3,8 +3,8 @@
     make test-wheel
 
 The clone is not on the path. First without extras: the package imports and fits, and commands name the extra they need. Then with
-`cli`: snippets of README and docs, and the commands of README. Then with `export`: `molaplace export`. The laboratory is not in the
-wheel. Needs the package index, and takes a few minutes.
+`cli`: snippets of README and docs, and the commands of README. Then with `export`: `molaplace export`. Then with `transformers`: the
+notebooks of the gallery. The laboratory is not in the wheel. Needs the package index, and takes a few minutes.
 """
 
 from __future__ import annotations
@@ -217,6 +217,9 @@ def main() -> None:
         environment.install(f"{wheel}[{EXTRAS},export]")
         environment.molaplace("export", "posterior", "--onnx", "digits.onnx")
         check((environment.desk / "digits.onnx").exists(), "`molaplace export` wrote no file")
+        environment.install(f"{wheel}[{EXTRAS},transformers]")
+        run(environment.bin / "python", ROOT / "docs" / "gallery" / "run.py", "--check", cwd=environment.desk)
+        say("the notebooks of the gallery run")
         say("done: the wheel holds what its users need")
 
 

@@ -1,6 +1,7 @@
 """MkDocs hook that turns the notebooks of the gallery into pages: their text, their code and their stored outputs.
 
-The page of `gallery/NAME.ipynb` is `gallery/NAME.md`. Links to a notebook lead to its page, and the page offers the notebook for download.
+The page of `gallery/NAME.ipynb` is `gallery/NAME.md`. Links to a notebook lead to its page, and the page offers the notebook
+for download. Cells that Jupyter collapses are collapsed on the page.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ def as_markdown(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, byt
         if cell["cell_type"] == "markdown":
             parts.append(source)
             continue
-        parts.append(f"```python\n{source}\n```")
+        code = f"```python\n{source}\n```"
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            code = '??? note "Code"\n' + textwrap.indent(code, "    ")
+        parts.append(code)
         for output in cell["outputs"]:
             if "text" in output:
                 parts.append(f"```text\n{''.join(output['text'])}```")
