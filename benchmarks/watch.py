@@ -467,13 +467,11 @@ def accuracy_sets(suite: str, sets: Mapping[str, Columns], seed: int) -> Iterato
                 yield "corruption", name, columns
         if corrupted:
             mixture = joined(list(corrupted.values()))
-            yield "mixed corruptions", f"severity {level}", some(mixture, 5000)
+            mixture = some(mixture, len(mixture["labels"]))  # in random order
+            yield "mixed corruptions", f"severity {level}", part(mixture, slice(5000))
             if few == 2:
-                yield (
-                    "corruption, two classes",
-                    f"severity {level}",
-                    of_classes(mixture, draw.choice(classes, 2, replace=False)),
-                )
+                pair = draw.choice(classes, 2, replace=False)
+                yield "corruption, two classes", f"severity {level}", of_classes(mixture, pair)
     for name in sets:
         if name.startswith("rotation"):
             for repeat in range(3):
