@@ -493,6 +493,7 @@ WRONG = {
         "PROMPT_TUNING.*a separate model for each",
     ),
     "several models": (lambda: mola.adapters([bert(), bert()]), OptionError, "got list.*pass the models to mola.fit"),
+    "two models in one": (lambda: mola.adapters(nn.ModuleList([bert(), bert()])), OptionError, "has several"),
     "names and heads": (
         lambda: mola.adapters(bert(), ["first"], heads=[nn.Linear(8, 3)]),
         OptionError,

@@ -58,6 +58,7 @@ def adapters(
         raise OptionError(f"must be one nn.Module, got {type(model).__name__}.{remedy}", argument="model")
     if heads is not None:
         return _branches(model, names, heads)
+    model = unwrapped(model)
     holder = _holder(model)
     layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     prompts = [] if holder is None else [config for config in holder.peft_config.values() if config.is_prompt_learning]
@@ -71,6 +72,12 @@ def adapters(
         raise OptionError(
             f"must be a model with adapters, such as a PeftModel, but {type(model).__name__} has none. If they were merged or unloaded, "
             f"load the backbone and the adapters again. For several heads on one trunk, pass heads=[...].",
+            argument="model",
+        )
+    if len(layers) > sum(hasattr(module, "adapter_layer_names") for module in holder.modules()):
+        raise OptionError(
+            f"must contain one model with adapters, but {type(model).__name__} has several. Write a view of each into the network: "
+            f"mola.adapters(model.encoder, name).",
             argument="model",
         )
     known = list(holder.peft_config)
