@@ -18,8 +18,6 @@ from tests.closeness import assert_close
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 NAMES = ["first", "second", "third"]
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 OPTIONS = {"vocab_size": 20, "num_labels": 3, "pad_token_id": 0, **SIZES}
