@@ -1,15 +1,15 @@
-"""Measures that a suite adds to the common metrics: agreement with human labels, and rejection at a threshold."""
+"""Measures that a suite adds to the common metrics: agreement with human labels, rejection at a threshold, and errors over data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from molaplace.evaluation import PredictionColumns
+from molaplace.evaluation import PredictionColumns, labelled_result
 from molaplace.uncertainty import entropy
 
 
@@ -97,6 +97,15 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], predictions: P
         rates[f"in-scope accuracy, {score}"] = float((accepted * inside.data["correct"]).double().mean())
         rates[f"out-of-scope recall, {score}"] = float((outside.scores[score] > threshold).double().mean())
     return rates
+
+
+def standard_errors(sets: Sequence[str], predictions: Predictions) -> dict[str, float]:
+    """Return the standard error over the data of every metric on labelled sets, as "metric, set", for suites with a single run."""
+    errors: dict[str, float] = {}
+    for name in sets:
+        result = labelled_result(columns_of(predictions(name, False)), detail=False)
+        errors |= {f"{metric}, {name}": error for metric, error in result.errors.items() if error is not None}
+    return errors
 
 
 def columns_of(predictions: Iterable[tuple[BatchPrediction, Tensor]], *, labelled: bool = True) -> PredictionColumns:

@@ -91,6 +91,9 @@ def test_from_questions_to_records(tmp_path, monkeypatch):
         for name, count in (("test", 108), ("arc", 108)):
             result = records[method].labelled[name]
             assert (result.count, result.metrics) == (count, records[whole].labelled[name].metrics)
+    share = records["MAP"].labelled["arc"].metrics["accuracy"]
+    error = records["MAP"].measures["standard errors"]["accuracy, arc"]
+    assert error == pytest.approx((share * (1 - share) / 107) ** 0.5)
 
 
 def test_what_cannot_be_read_is_named(tmp_path):

@@ -11,6 +11,7 @@ from molaplace.demo import LabelledData
 from molaplace.images import even_indices
 from molaplace_lab.adapters import LANGUAGE_MODEL, ShuffledByLength, adapted_language_model, description
 from molaplace_lab.data.questions import LETTERS, Question, load_questions
+from molaplace_lab.measures import standard_errors
 from molaplace_lab.suite import DataOptions, Source, Suite, TrainingData
 from molaplace_lab.suites.text_sources import by_length, text_source
 from molaplace_lab.training import Recipe
@@ -72,6 +73,7 @@ QUESTIONS_LORA = Suite(
     shift={"title": "ARC-Easy", "axis": "0: OpenBookQA, 1: ARC-Easy"},
     make_sources=_sources,
     training_data=_training,
+    measures=lambda options: {"standard errors": partial(standard_errors, ("test", "arc"))},
     options=frozenset({"train", "test", "shifted"}),
     components=3,
     sweep=3,
