@@ -19,9 +19,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import molaplace as mola
 from molaplace import metrics
 from molaplace.demo import rotate
+from molaplace.report.style import COLOURS
 
 NETWORKS = 5
 ANGLES = range(0, 181, 30)
+STYLES = {
+    "MAP": {"color": COLOURS["MAP"]},
+    "deep ensemble": {"color": COLOURS["DE"]},
+    "MoLA": {"color": COLOURS["MoLA"]},
+    "MoLA, tuned for NLL": {"color": COLOURS["MoLA"], "linestyle": "--"},
+    "MAP, 1 - confidence": {"color": COLOURS["MAP"], "linestyle": "--"},
+    "MoLA, 1 - confidence": {"color": COLOURS["MoLA"], "linestyle": "--"},
+    "MoLA, ood_score": {"color": COLOURS["MoLA"]},
+}
 
 
 def train(seed: int, images, labels) -> nn.Module:
@@ -112,11 +122,11 @@ def main() -> None:
 def draw(confidence, accuracy, auroc, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, values in confidence.items():
-        left.plot(ANGLES, values, marker="o", markersize=4, label=name)
+        left.plot(ANGLES, values, marker="o", markersize=4, label=name, **STYLES[name])
     left.plot(ANGLES, accuracy, color="black", linestyle=":", label="accuracy of MoLA")
     left.set(title="Mean confidence", ylim=(0, 1.02))
     for name, values in auroc.items():
-        right.plot(ANGLES, values, marker="o", markersize=4, label=name)
+        right.plot(ANGLES, values, marker="o", markersize=4, label=name, **STYLES[name])
     right.set(title="OOD detection of rotated digits: AUROC", ylim=(0, 1.02))
     for panel in (left, right):
         panel.set(xlabel="rotation (degrees)", xticks=ANGLES)
