@@ -143,13 +143,14 @@ class Categorical(ClassificationLikelihood):
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
-            start = (
-                "Class indices start at 0, so pass labels - 1, or remove" if (low, high) == (1, classes) else "Remove"
+            remedy = (
+                f"Remove padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
+                f"ignore_index={high if high >= classes else low}."
             )
+            if (low, high) == (1, classes):
+                remedy = "Class indices start at 0, so pass labels - 1."
             raise DataError(
-                f"labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
-                f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
-                f"ignore_index={high if high >= classes else low}.",
+                f"labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to {high}. {remedy}",
                 place=where,
             )
         return labels
