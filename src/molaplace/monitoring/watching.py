@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,14 @@ class Watch:
 
     def same_origin(self, other: Watch) -> bool:
         """Return True if both watches compare with the same validation data, with the same options."""
-        return _plain(self.baseline) == _plain(other.baseline) and self.options == other.options
+        scores = self.baseline.scores
+        other_scores = other.baseline.scores
+        return (  # arrays have no single truth value, so the counts of scores are compared on their own
+            self.options == other.options
+            and self.baseline == replace(other.baseline, scores=scores)
+            and np.array_equal(scores.bins, other_scores.bins)
+            and np.array_equal(scores.counts, other_scores.counts)
+        )
 
     def save(self, directory: str | Path) -> Path:
         """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete."""
@@ -209,51 +216,43 @@ class Watch:
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the watch as a JSON-serialisable document and tensors."""
-        arrays = {f"baseline.{name}": array for name, array in _arrays(self.baseline.scores).items()}
-        streams = []
-        for index, stream in enumerate(self.streams):
-            for part in ("scores", "evidence", "fall"):
-                values = _arrays(getattr(stream, part))
-                arrays |= {f"streams.{index}.{part}.{name}": array for name, array in values.items()}
-            arrays |= {f"streams.{index}.window.{name}": array for name, array in stream.window.items()}
-            evidence = {part: _numbers(getattr(stream, part)) for part in ("evidence", "fall")}
-            streams.append({"name": stream.name, "correct": stream.correct, **evidence})
-        document = {
-            "kind": KIND,
-            "options": asdict(self.options),
-            "baseline": _numbers(self.baseline),
-            "streams": streams,
-        }
-        return document, {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        tensors = {}
+
+        def without_arrays(value: Any, name: str) -> Any:
+            if isinstance(value, np.ndarray):
+                tensors[name] = torch.from_numpy(value)
+                return None
+            if isinstance(value, Mapping):
+                return {key: without_arrays(member, f"{name}.{key}") for key, member in value.items()}
+            return value
+
+        streams = {f"{index}": asdict(stream) for index, stream in enumerate(self.streams)}
+        parts = {"options": asdict(self.options), "baseline": asdict(self.baseline), "streams": streams}
+        return {"kind": KIND} | {name: without_arrays(part, name) for name, part in parts.items()}, tensors
 
     @classmethod
     def unpack(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Watch:
         """Rebuild a watch from the document and tensors returned by `pack`."""
 
-        def part(prefix: str) -> dict[str, Any]:
-            return {
-                name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items() if name.startswith(prefix)
-            }
+        def with_arrays(value: Any, name: str) -> Any:
+            if name in tensors:
+                return tensors[name].numpy()
+            if isinstance(value, Mapping):
+                return {key: with_arrays(member, f"{name}.{key}") for key, member in value.items()}
+            return tuple(value) if isinstance(value, list) else value
 
         try:
-            numbers = dict(document["baseline"])
-            numbers["quantiles"] = tuple(numbers["quantiles"])
-            if numbers["confidence"] is not None:
-                pairs = {name: tuple(numbers["confidence"][name]) for name in ("thresholds", "fractions")}
-                numbers["confidence"] = ConfidenceThreshold(**(numbers["confidence"] | pairs))
-            baseline = Baseline(ScoreCounts(**part("baseline.")), **numbers)
-            streams = tuple(
-                Stream(
-                    name=entry["name"],
-                    scores=ScoreCounts(**part(f"streams.{index}.scores.")),
-                    evidence=Evidence(**part(f"streams.{index}.evidence."), **entry["evidence"]),
-                    fall=Evidence(**part(f"streams.{index}.fall."), **entry["fall"]),
-                    correct=entry["correct"],
-                    window=part(f"streams.{index}.window."),
-                )
-                for index, entry in enumerate(document["streams"])
+            options, numbers, entries = (
+                with_arrays(document[name], name) for name in ("options", "baseline", "streams")
             )
-            return cls(baseline, WatchOptions(**document["options"]), streams)
+            confidence = numbers["confidence"] and ConfidenceThreshold(**numbers["confidence"])
+            baseline = Baseline(**numbers | {"scores": ScoreCounts(**numbers["scores"]), "confidence": confidence})
+            kinds = {"scores": ScoreCounts, "evidence": Evidence, "fall": Evidence}
+            streams = tuple(
+                Stream(**entry | {name: kind(**entry[name]) for name, kind in kinds.items()})
+                for entry in entries.values()
+            )
+            return cls(baseline, WatchOptions(**options), streams)
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"the saved watch is incomplete: {error}. Start a new watch.") from error
 
@@ -277,27 +276,8 @@ SCHEMA = {
             }
         ),
     },
-    "streams": [{"name": str, "correct": float, "evidence": EVIDENCE, "fall": EVIDENCE}],
+    "streams": {str: {"name": str, "correct": float, "evidence": EVIDENCE, "fall": EVIDENCE}},
 }
-
-
-def _arrays(value: Any) -> dict[str, np.ndarray[Any, Any]]:
-    members = {member.name: getattr(value, member.name) for member in fields(value)}
-    return {name: member for name, member in members.items() if isinstance(member, np.ndarray)}
-
-
-def _numbers(value: Any) -> dict[str, Any]:
-    # The fields of a dataclass that are neither arrays nor counts of scores, as plain values.
-    members = {member.name: getattr(value, member.name) for member in fields(value)}
-    numbers = {name: member for name, member in members.items() if not isinstance(member, (np.ndarray, ScoreCounts))}
-    return {
-        name: asdict(member) if is_dataclass(member) and not isinstance(member, type) else member
-        for name, member in numbers.items()
-    }
-
-
-def _plain(baseline: Baseline) -> dict[str, Any]:
-    return _numbers(baseline) | {name: array.tolist() for name, array in _arrays(baseline.scores).items()}
 
 
 def _order(stream: Stream) -> tuple[Any, ...]:
