@@ -80,7 +80,7 @@ def main() -> None:
             alarm_at = watch.count
     began = BATCH * clear
     print(
-        f"fog came up after {began} digits; the alarm was raised after {alarm_at}; it says: after {watch.alarm.began}"
+        f"fog came up after {began} digits; the alarm was raised after {alarm_at}; estimated beginning: {watch.alarm.began}"
     )
 
     # The labels of the last 200 digits arrive.
