@@ -17,7 +17,7 @@ from molaplace.report.curves import DOTTED, LONG_DASHES, Line, Panel, draw_again
 from molaplace.report.figures import EQUAL_ERRORS, RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.pictures import draw_examples, draw_maps, example_sets
-from molaplace.report.style import WIDTH, Drawn, Figure, Planned, colours, strokes
+from molaplace.report.style import Drawn, Figure, Planned, colours, strokes
 from molaplace.report.tables import Column, Table
 from molaplace.report.words import evaluation_remarks
 from molaplace.report.writing import (
@@ -193,4 +193,4 @@ def draw_moons(result: DemoResult) -> Figure:
     titles = {method: f"{method}\nmean {100 * values.mean():.0f} %" for method, values in moons.maps.items()}
     maps = {titles[method]: values for method, values in moons.maps.items()}
     title_colours = {titles[method]: colour for method, colour in colours(DEMO_METHODS).items()}
-    return draw_maps(maps, moons.points, moons.labels, moons.reach, title_colours, size=WIDTH / len(maps))
+    return draw_maps(maps, moons.points, moons.labels, moons.reach, title_colours, columns=2, size=2.2)

@@ -163,7 +163,7 @@ def draw_maps(
         panel.set(xticks=[], yticks=[])
         for spine in panel.spines.values():
             spine.set(visible=True, alpha=0.4, linewidth=0.6)
-        panel.set_title(title, color=title_colours[title], fontsize=9 if size > 2 else 8)
+        panel.set_title(title, color=title_colours[title], fontsize=9)
     side, fraction = ("right", 0.04) if rows == 1 else ("bottom", 0.03)
     bar = figure.colorbar(image, ax=panels, location=side, fraction=fraction, pad=0.015, aspect=22, label="confidence")
     bar.outline.set_visible(False)
