@@ -231,8 +231,9 @@ def trace(
 def _in_half_precision(posterior: MoLA) -> MoLA:
     # Convert only the networks. The head always computes in float64, regardless of the networks' precision.
     components = []
+    copies: dict[int, Any] = {}  # networks that share a backbone or trunk share its copy
     for component in posterior.components:
-        network = copy.deepcopy(component.network).half()
+        network = copy.deepcopy(component.network, copies).half()
         head = component.head
         if head is not None:
             head = replace(head, module=head_by_name(network, head.name).module)
