@@ -11,7 +11,7 @@
 - `accuracy`: estimates of accuracy without labels, on networks that were (the first five of MNIST) and were not used to choose the
     share of strange inputs above which no estimate is made. For CIFAR-10, these are ResNet-20s 05 to 09, because prototypes on the
     first five had suggested the estimate, with 57 sets of 1,000 corrupted images; for ImageNet, EfficientNet-Lite0 and Lite1 in five
-    rotations of a cross-fit, with the networks of examples/imagenet_networks.py.
+    rotations of a cross-fit; run this part in the folder examples/, whose imagenet_networks.py builds them.
 - `cost`: processor time of `update` relative to prediction with ResNet-20, and memory over ten million inputs.
 
 The exit status is 1 if there are more false alarms than chance allows, or if `update` takes more than 1 % of the prediction of 128
