@@ -285,5 +285,6 @@ def changed(values, index, value):
     ],
 )
 def test_texts_and_labels_that_hide_the_answer_are_refused(batch, message):
+    inputs = transformers.BatchEncoding({"input_ids": TEXTS, "labels": LABELS, **batch})
     with pytest.raises(DataError, match=message):
-        mola.fit(build(), [{"input_ids": TEXTS, "labels": LABELS, **batch}], tokens=TOKENS, progress=False)
+        mola.fit(build(), [inputs], tokens=TOKENS, progress=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from molaplace.errors import DataError
 from molaplace.network.calling import Batch
-from molaplace.network.token_choice import causal_language_model, check_choices
+from molaplace.network.token_choice import causal_language_model, check_choices, texts_of
 
 
 def labels_of_logits(
@@ -34,7 +34,7 @@ def labels_of_logits(
         return labels
     if not any(_is_causal(network, outputs[2]) for network in networks):
         return labels
-    tokens = _tokens(batch)
+    tokens = texts_of(batch)
     known = labels != ignore_index
     same = False
     following = False
@@ -58,14 +58,6 @@ def labels_of_logits(
         )
     last = torch.full_like(labels[:, :1], ignore_index)
     return torch.cat([labels[:, 1:], last], dim=1)
-
-
-def _tokens(batch: Batch) -> Tensor | None:
-    inputs = batch.inputs
-    if isinstance(inputs, Mapping):
-        return inputs.get("input_ids")
-    tokens = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
-    return tokens if isinstance(tokens, Tensor) else None
 
 
 def _is_causal(network: nn.Module, width: int) -> bool:

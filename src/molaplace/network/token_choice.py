@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -259,17 +259,21 @@ def last_positions(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     return last
 
 
+def texts_of(batch: Batch) -> Tensor | None:
+    """Return the ids of tokens in a batch: "input_ids" of a mapping, the first argument of a tuple, or the inputs themselves."""
+    inputs = batch.inputs
+    if isinstance(inputs, Mapping):
+        inputs = inputs.get("input_ids")
+    elif isinstance(inputs, (tuple, list)):
+        inputs = inputs[0]
+    return inputs if isinstance(inputs, Tensor) else None
+
+
 def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence[int], place: str) -> None:
     """Raise `DataError` if the labels of a choice among tokens are token ids, labels of every position, or the last tokens of the texts."""
     labels = batch.labels
-    texts = batch.inputs.get("input_ids") if isinstance(batch.inputs, dict) else batch.inputs
-    if (
-        labels is None
-        or len(outputs) != 2
-        or not isinstance(texts, Tensor)
-        or texts.is_floating_point()
-        or texts.dim() != 2
-    ):
+    texts = texts_of(batch)
+    if labels is None or len(outputs) != 2 or texts is None or texts.dim() != 2:
         return
     tokens = next(
         (module.tokens for network in networks for module in network.modules() if isinstance(module, TokenChoice)), None
@@ -286,7 +290,7 @@ def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence
         raise DataError(f"the labels are ids of tokens, such as {int(labels.max())}. {indices}", place=place)
     if int(labels.min()) < 0 or int(labels.max()) >= len(tokens):
         return
-    mask = batch.inputs.get("attention_mask") if isinstance(batch.inputs, dict) else None
+    mask = batch.inputs.get("attention_mask") if isinstance(batch.inputs, Mapping) else None
     texts = texts.to(labels.device)
     mask = torch.ones_like(texts) if mask is None else mask.to(labels.device)
     last = texts.gather(1, last_positions(mask, (texts.shape[0], texts.shape[1]))[:, None]).squeeze(1)
