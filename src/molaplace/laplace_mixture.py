@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, warn
+from molaplace.errors import DataError, OptionError, warned
 from molaplace.fingerprints import digest
 from molaplace.function import PosteriorFunction, drawn_from
 from molaplace.joint import JointPrediction
@@ -58,8 +58,8 @@ STALE = "stale: the training data have changed since tuning, so tune again"
 WIDE = ("component_variance", "component_noise")
 """Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
 
-SAME = 1e-6
-"""Relative difference below which two log-likelihoods are equal up to the rounding errors of the networks."""
+SAME = 1e-4
+"""Relative difference below which two log-likelihoods are equal up to rounding errors of the networks, which depend on the batch size."""
 
 NO_DISTANCES = (
     "there are no distances from the training data. Use mola.fit(networks, train_loader, distances=True). Plain ensembles and "
@@ -489,10 +489,10 @@ class LaplaceMixture(Predictor):
                 needs_labels = True if chosen_rule.needs_labels else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
-                self._check_new(data)
+                notes = self._notes_on_novelty(data)
                 held_out_reference = start.reference_on(data)
                 if held_out_reference is not None:
-                    notes = data.notes_on_norms(held_out_reference, self.distances)
+                    notes += data.notes_on_norms(held_out_reference, self.distances)
                     start = start.with_parts(reference=held_out_reference)
             tuning = check_tuning(chosen_rule(start.objective(data)), len(self.components))
             tuning = replace(tuning, notes=(*tuning.notes, *notes))
@@ -500,19 +500,23 @@ class LaplaceMixture(Predictor):
                 tuning = team.share(tuning)
         return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
 
-    def _check_new(self, data: HeldOut) -> None:
-        # Warn if the held-out data are the training data: as many data, with the same log-likelihood under the first network.
+    def _notes_on_novelty(self, data: HeldOut) -> tuple[str, ...]:
+        # Warn, and return a note, if the held-out data are the training data: as many, with the same log-likelihood under the first
+        # network.
         component = self.components[0]
         sums = component.require_layer("tuning").sums
         known = component.likelihood.total_log_likelihood(sums)
         if data.labels is None or not known:
-            return
+            return ()
         values = data.team.gather(component.likelihood.log_likelihood(data.outputs[0], data.labels))
-        if len(values) == sums.count and abs(float(values.sum()) - known) <= SAME * abs(known):
-            warn(
-                f"the data of the {data.where} seem to be the training data: there are as many, with the same log-likelihood. Networks "
+        if len(values) != sums.count or abs(float(values.sum()) - known) > SAME * abs(known):
+            return ()
+        return (
+            warned(
+                f"the {data.where}: these seem to be the training data, because there are as many, with the same log-likelihood. Networks "
                 f"are more accurate and more confident on training data than on new data, so pass held-out data instead."
-            )
+            ),
+        )
 
     def reference_on(self, data: HeldOut) -> Reference | None:
         """Return the typical distances, norms and outlier scores of the validation data; None without features of a last layer."""

@@ -264,7 +264,7 @@ def test_training_data_as_validation_data_are_noticed(likelihood):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             posterior.tune(loader, rule="nll")
-        assert any("seem to be the training data" in str(warning.message) for warning in caught) == same
+        assert any("these seem to be the training data" in str(warning.message) for warning in caught) == same
 
 
 def test_few_validation_data_are_counted(scene):
