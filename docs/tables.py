@@ -576,6 +576,18 @@ def _watch(name: str) -> str:
 
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150", "imagenet": "ImageNet"}
 
+
+def _questions(_: str) -> str:
+    """Return what a language model answers to questions with four choices, before and after its adapters were trained."""
+    columns = [
+        ("", "{network}"),
+        ("accuracy %", "{accuracy:* 100 .1f} ± {accuracy_error:* 100 .1f}"),
+        ("log loss", "{nll:.3f}"),
+    ]
+    columns += [(f"answers {letter}", f"{{answers[{index}]}}") for index, letter in enumerate("ABCD")]
+    return listed(record("questions")["rows"], columns)
+
+
 SOURCES: dict[str, Callable[[str], str]] = {
     "bayesian-optimisation": _bayesian_optimisation,
     "closed-forms": _closed_forms,
@@ -589,6 +601,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "late-data": _late_data,
     "links": _links,
     "many-classes": _many_classes,
+    "questions": _questions,
     "ranks": _ranks,
     "saturated": _saturated,
     "segmentation": _segmentation,
