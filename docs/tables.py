@@ -588,6 +588,30 @@ def _questions(_: str) -> str:
     return listed(record("questions")["rows"], columns)
 
 
+RUN_METRICS = {
+    "nll": ("log loss", ".4f", 1.0),
+    "ece": ("ECE %", ".2f", 100.0),
+    "accuracy": ("accuracy %", ".2f", 100.0),
+}
+"""Heading, format and factor of the metrics in tables of single runs and of single sets."""
+
+
+def _runs(name: str) -> str:
+    """Return a metric in every run of a suite, as in "clinc-lora test nll": runs, their mean, and the difference from DE-L."""
+    suite, set_name, metric = name.split(" ")
+    title, form, factor = RUN_METRICS[metric]
+    means = _suite(suite).numbers()(Quantity(set_name, metric), factor)
+    runs = sorted({run for mean in means.values() if mean is not None for run in mean.by_run})
+    rows = []
+    for method, mean in means.items():
+        if mean is not None:
+            gap = mean.minus(means["DE-L"])
+            difference = MISSING if method == "DE-L" else f"{gap.value:+{form}} ± {gap.error:{form}}"
+            values = [format(mean.by_run[run], form) if run in mean.by_run else MISSING for run in runs]
+            rows.append([method, *values, f"{mean.value:{form}} ± {mean.error:{form}}", difference])
+    return markdown_rows([title, *(f"run {run + 1}" for run in runs), "mean", "minus DE-L"], rows)
+
+
 SOURCES: dict[str, Callable[[str], str]] = {
     "bayesian-optimisation": _bayesian_optimisation,
     "closed-forms": _closed_forms,
@@ -603,6 +627,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "many-classes": _many_classes,
     "questions": _questions,
     "ranks": _ranks,
+    "runs": _runs,
     "saturated": _saturated,
     "segmentation": _segmentation,
     "small-validation": _small_validation,
