@@ -13,11 +13,11 @@ from molaplace.demo.run import DEMO_METHODS, PATCHES, DemoResult
 from molaplace.evaluation import Comparison
 from molaplace.progress import Progress, no_progress
 from molaplace.report.comparison_tables import BOLD, comparison_table, test_table
-from molaplace.report.curves import DOTTED, LONG_DASHES, Line, Panel, draw_against_level, draw_panels, draw_reliability
+from molaplace.report.curves import Line, Panel, draw_against_level, draw_panels, draw_reliability
 from molaplace.report.figures import EQUAL_ERRORS, RELIABILITY, SHARES, comparison_histograms
 from molaplace.report.numbers import Numbers, Quantity
 from molaplace.report.pictures import draw_examples, draw_maps, example_sets
-from molaplace.report.style import Drawn, Figure, Planned, colours, strokes
+from molaplace.report.style import DOTTED, LONG_DASHES, Drawn, Figure, Planned, colours, strokes
 from molaplace.report.tables import Column, Table
 from molaplace.report.words import evaluation_remarks
 from molaplace.report.writing import (

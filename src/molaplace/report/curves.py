@@ -11,11 +11,8 @@ from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
 from molaplace.report.numbers import Formatted
-from molaplace.report.style import INK, WIDTH, Figure, Strokes, canvas, quiet_axes, shared_legend
+from molaplace.report.style import INK, LONG_DASHES, WIDTH, Figure, Strokes, canvas, quiet_axes, shared_legend
 from molaplace.report.tables import SHIFT_METRICS
-
-DOTTED = (0, (1, 1.6))
-LONG_DASHES = (0, (5, 2.5))
 
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": LONG_DASHES, "linewidth": 0.9}
 """Line style of the diagonal on which calibrated predictions lie."""

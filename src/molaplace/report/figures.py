@@ -9,10 +9,10 @@ import numpy as np
 
 from molaplace.evaluation import Comparison
 from molaplace.evaluation.comparison import RegressionDetail
-from molaplace.report.curves import DOTTED, GUIDE, Line, Panel, draw_panels, draw_reliability
+from molaplace.report.curves import GUIDE, Line, Panel, draw_panels, draw_reliability
 from molaplace.report.numbers import Numbers
 from molaplace.report.pictures import MOST_SETS, draw_histograms
-from molaplace.report.style import INK, Figure, Planned, colours, strokes
+from molaplace.report.style import DOTTED, INK, Figure, Planned, colours, strokes
 
 RELIABILITY = (
     "Calibration",

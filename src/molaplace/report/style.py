@@ -23,6 +23,9 @@ COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "paper": "#9467
 the paper's rule ("paper") purple, and MoLA with the default rule green, like the library's pages."""
 
 DASHED = (0, (3.2, 1.6))
+DOTTED = (0, (1, 1.4))
+DASH_DOTTED = (0, (5, 1.5, 1, 1.5))
+LONG_DASHES = (0, (5, 2.5))
 
 KNOWN: dict[str, tuple[str, Any]] = {
     "MAP": (COLOURS["MAP"], "-"),
@@ -34,7 +37,7 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "DE-N": (COLOURS["DE"], DASHED),
     "DE-L": ("#56b4e9", "-"),
     "DE-SVS": ("#56b4e9", DASHED),
-    "DE-SMS": ("#56b4e9", (0, (1, 1.4))),
+    "DE-SMS": ("#56b4e9", DOTTED),
     "JUCAL": ("#b8a900", "-"),
     "ensemble": (COLOURS["DE"], "-"),
     "scaled ensemble": (COLOURS["DE"], DASHED),
@@ -45,18 +48,22 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MoLA (calibrated)": (COLOURS["MoLA"], "-"),
     "MoLA, paper's rule": (COLOURS["paper"], "-"),
     "MoLA (NLL)": (COLOURS["paper"], DASHED),
+    "MoLA (all layers)": (COLOURS["paper"], DOTTED),
+    "MoLA (subnetwork)": (COLOURS["paper"], DASH_DOTTED),
     "MoLA (distance)": ("#d55e00", "-"),
     "SWAG": ("#cc79a7", DASHED),
     "MultiSWAG": ("#cc79a7", "-"),
     "MIMO": ("#a6761d", DASHED),
     "MIMO-MoLA": ("#a6761d", "-"),
+    "MC dropout": ("#17becf", "-"),
+    "MC dropout-T": ("#17becf", DASHED),
 }
 """Colour and line style of each known method, the same in all figures and pages. Related methods share a colour; the less important ones
 have dashed lines."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
-PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
+PATTERNS: tuple[Any, ...] = ("-", DASHED, DOTTED, DASH_DOTTED, (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 INK = "#25303b"
 """Colour of text and axes. Pages replace this colour with their own text colour, so that figures match the light or dark theme."""
