@@ -34,7 +34,7 @@ def test_notebook_gives_its_stored_outputs(path, tmp_path, monkeypatch):
     assert NUMBER.sub("#", printed(fresh)).split() == NUMBER.sub("#", printed(stored)).split()
     numbers = [[float(number) for number in NUMBER.findall(printed(outputs))] for outputs in (fresh, stored)]
     assert len(numbers[0]) > 2
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.2, abs=12)  # shares in per cent, and counts of inputs
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.25, abs=15)  # shares in per cent, and counts of inputs
     assert len(run["figures"](fresh)) == len(run["figures"](stored)) > 0
 
 
