@@ -16,7 +16,7 @@ from torch import Tensor
 from molaplace.component import Component, LastLayer
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError
-from molaplace.network import Head, batch_count, check_loader, evaluating, peek, state_checksum
+from molaplace.network import Head, batch_count, check_loader, evaluating, peek, state_checksums
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving.fit_checkpoint import FitCheckpoint
@@ -160,7 +160,14 @@ def _check_mergeable(first: MoLA, second: MoLA) -> None:
             f"{counted(len(second.components), 'network')}."
         )
     pairs = zip(_additive_layers(first), _additive_layers(second), strict=True)
+    networks = {
+        id(network): network
+        for pair in zip(first.networks, second.networks, strict=True)
+        if pair[0] is not pair[1]
+        for network in pair
+    }
     with evaluating(*first.networks, *second.networks):
+        checksums = dict(zip(networks, state_checksums(networks.values()), strict=True))
         for index, ((layer, other_layer), component, other) in enumerate(
             zip(pairs, first.components, second.components, strict=True)
         ):
@@ -174,8 +181,7 @@ def _check_mergeable(first: MoLA, second: MoLA) -> None:
                     f"last layer or its options ({_head_options(component.head)} and {_head_options(other.head)})"
                 )
             elif not torch.equal(layer.weights.cpu(), other_layer.weights.cpu()) or (
-                component.network is not other.network
-                and state_checksum(component.network) != state_checksum(other.network)
+                checksums.get(id(component.network)) != checksums.get(id(other.network))
             ):
                 difference = "weights"
             elif layer.sums.tensors.keys() != other_layer.sums.tensors.keys():

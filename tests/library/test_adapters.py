@@ -202,7 +202,7 @@ def test_what_goes_with_a_posterior_goes_with_views(tmp_path):
     separate = mola.fit(separate_models(model), TRAIN, VAL, progress=False)
     assert_close(posterior.joint(VAL[0]).covariance(), separate.joint(VAL[0]).covariance(), "search")
     assert_close(posterior.function(3)(VAL[0]), separate.function(3)(VAL[0]), "search")
-    half = mola.fit(views, TRAIN[:1], progress=False)
+    half = mola.fit(mola.adapters(model), TRAIN[:1], progress=False)
     assert_close(
         half.add(TRAIN[1:], progress=False).predict(VAL).probs, mola.fit(views, TRAIN).predict(VAL).probs, "search"
     )
