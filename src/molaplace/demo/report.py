@@ -109,13 +109,14 @@ def outlier_table(comparison: Comparison) -> Table:
     """Return the mean confidence, and the AUROC of three scores, on every outlier set."""
     columns = []
     for info in comparison.of_role("outlier"):
-        columns.append(Column("mean conf. %", info.title, "low", 1, Quantity(info.name, "confidence"), 100))
+        columns.append(Column("conf. %", info.title, "low", 1, Quantity(info.name, "confidence"), 100))
         columns += [
             Column(heading, info.title, "high", 1, Quantity(info.name, "auroc", score), 100)
             for score, heading in SCORES.items()
         ]
     caption = (
-        "An AUROC, in %, measures how well a score tells these inputs from test digits: 50 is guessing, 100 is perfect. "
+        "The mean confidence, and three AUROCs, in %: how well the confidence, the energy and the OOD score tell these inputs from test "
+        "digits, where 50 is guessing and 100 is perfect. "
         f"{BOLD.format(' and score')}."
     )
     return comparison_table(comparison, "Inputs that are not digits", caption, columns)
