@@ -52,6 +52,7 @@ LONGEST = (
     "lab/test_results.py",
     "house/test_docs.py",
     "evaluation/test_demo.py",
+    "house/test_gallery.py",
     "cli/test_export_command.py",
     "library/test_dense.py",
 )
