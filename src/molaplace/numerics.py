@@ -6,7 +6,8 @@ and every component uses the same random numbers. A prediction therefore does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -86,3 +87,14 @@ def check_generator(generator: torch.Generator | None) -> None:
             f"must be on the CPU, so that draws are the same on every device; got {generator.device}.",
             argument="generator",
         )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with a single thread, because small networks lose more time to synchronisation than they gain from parallelism."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -81,7 +81,7 @@ def train_mlps(
     seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     networks = []
     orders = []
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), inputs.device:  # not torch's default device
         for member_seed in seeds:
             torch.manual_seed(member_seed)
             networks.append(mlp(inputs.shape[1], hidden, outputs, bias=bias).to(inputs.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from numbers import Integral
 from typing import Any, Self
@@ -20,11 +20,15 @@ from torch import Tensor
 from molaplace.errors import DataError, MolaWarning, OptionError, importing
 from molaplace.fitting import fit
 from molaplace.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
-from molaplace.options import check_share, whole_number
+from molaplace.numerics import one_thread
+from molaplace.options import counted, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
-from molaplace.rules import Tuning, as_rule
-from molaplace.settings import FeatureScale
+from molaplace.rules import Rule, Tuning, as_rule
+from molaplace.rules.cross_fitting import cross_fitted
+from molaplace.rules.held_out import HeldOut
+from molaplace.rules.rule import check_tuning, rule_of
+from molaplace.settings import FeatureScale, Reference
 
 with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -41,8 +45,15 @@ MIN_BATCH = 32
 MAX_BATCH = 1024
 """Largest default batch size."""
 
+FusedAdamW = partial(torch.optim.AdamW, fused=True)
+"""AdamW that updates all weights in one call, which takes a third of the time of a training step off small networks."""
+
 ROWS = 4096
 """Number of rows per batch for fitting and prediction."""
+
+SMALL = 1_000_000
+"""Number of values up to which a table is fitted with one thread. With several threads, the small matrix products of a training step
+take less time than the synchronisation, by orders of magnitude if the processors are busy."""
 
 
 class _Perceptrons(BaseEstimator):  # type: ignore[misc]
@@ -56,7 +67,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     link: Any = "probit"
     rule: Any
     prior_precision: float
-    validation_fraction: float
+    folds: int
     random_state: Any
     mean_: Array
     scale_: Array
@@ -71,12 +82,10 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, table: Array, labels: Array, outputs: int, likelihood: Likelihood, rule: Any, loss: Loss | None = None
     ) -> Self:
-        needs_data = rule not in (None, "evidence") and getattr(rule, "needs_data", True)
-        if rule is not None:
-            rule = as_rule(rule, likelihood, [] if needs_data else None)
-        if needs_data:
-            remedy = 'To avoid setting data aside, use rule="evidence" or rule=None.'
-            check_share(self.validation_fraction, "validation_fraction", remedy)
+        chosen_rule = None if rule is None else rule_of(rule)
+        needs_data = chosen_rule is not None and chosen_rule.needs_data
+        if chosen_rule is not None:
+            as_rule(chosen_rule, likelihood, [] if needs_data else None)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         scaler = StandardScaler().fit(table)
@@ -92,20 +101,24 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             batch_size=min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH),
             seed=seed,
         )
-        if not needs_data:
-            posterior = fit_to(inputs, targets)
-            self.posterior_ = posterior if rule is None else posterior.tune(rule=rule, progress=False)
-            self.tuning_ = self.posterior_.tuning
-            return self
-        aside = torch.from_numpy(self._set_aside(labels, random))
-        with warnings.catch_warnings():
-            # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit of its range, and
-            # cross-validation would repeat the warning for every fold.
+        # The warnings are kept in tuning_.notes. On small tables, a search often ends at a limit of its range, and cross-validation
+        # would repeat the warning for every split.
+        with one_thread() if inputs.numel() <= SMALL else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            start = fit_to(inputs[~aside], targets[~aside])
-            tuned = start.tune(_batches(inputs[aside], targets[aside]), rule=rule, progress=False)
-        self.posterior_ = _with_tuning_of(start, tuned, fit_to(inputs, targets))
-        self.tuning_ = tuned.tuning
+            if needs_data:
+                folds = torch.from_numpy(self._folds(labels, random))
+                posteriors = []
+                held_out = []
+                for fold in range(int(folds.max()) + 1):
+                    aside = folds == fold
+                    posteriors.append(fit_to(inputs[~aside], targets[~aside]))
+                    rows = _batches(inputs[aside], targets[aside])
+                    held_out.append(posteriors[-1].read(rows, "held-out rows", labelled=True, progress=False))
+                self.posterior_ = _tuned(fit_to(inputs, targets), posteriors, held_out, chosen_rule)
+            else:
+                posterior = fit_to(inputs, targets)
+                self.posterior_ = posterior if rule is None else posterior.tune(rule=chosen_rule, progress=False)
+        self.tuning_ = self.posterior_.tuning
         return self
 
     def _fit_posterior(
@@ -126,20 +139,20 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
                 f"must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}.",
                 argument="hidden",
             )
-        with torch.device("cpu"):  # layers and optimisers are made on torch's default device
-            networks = train_mlps(
-                inputs,
-                targets,
-                outputs,
-                loss,
-                hidden=[int(width) for width in hidden],
-                members=whole_number(self.members, "members"),
-                seed=seed,
-                epochs=whole_number(self.epochs, "epochs"),
-                batch_size=batch_size if self.batch_size is None else whole_number(self.batch_size, "batch_size"),
-                learning_rate=self.learning_rate,
-                weight_decay=self.weight_decay,
-            )
+        networks = train_mlps(
+            inputs,
+            targets,
+            outputs,
+            loss,
+            hidden=[int(width) for width in hidden],
+            members=whole_number(self.members, "members"),
+            seed=seed,
+            epochs=whole_number(self.epochs, "epochs"),
+            batch_size=batch_size if self.batch_size is None else whole_number(self.batch_size, "batch_size"),
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            optimiser=FusedAdamW,
+        )
         return fit(
             networks,
             _batches(inputs, targets),
@@ -150,11 +163,21 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             progress=False,
         )
 
-    def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
-        aside = np.zeros(len(labels), dtype=bool)
-        share = min(max(1, round(self.validation_fraction * len(labels))), len(labels) - 1)
-        aside[random.permutation(len(labels))[:share]] = True
-        return aside
+    def _folds(self, labels: Array, random: np.random.RandomState) -> Array:
+        # Return the fold in which each row is held out.
+        folds = np.empty(len(labels), dtype=np.int64)
+        folds[random.permutation(len(labels))] = np.arange(len(labels)) % self._num_folds(len(labels))
+        return folds
+
+    def _num_folds(self, rows: int) -> int:
+        number = whole_number(self.folds, "folds")
+        if min(number, rows) < 2:
+            raise OptionError(
+                f"must be at least 2, with at least 2 rows; got folds={number} for {counted(rows, 'row')}. To tune without held-out "
+                'rows, use rule="evidence" or rule=None.',
+                argument="folds",
+            )
+        return min(number, rows)
 
     def _standardised(self, rows: Array) -> Tensor:
         return torch.from_numpy((rows - self.mean_) / self.scale_)
@@ -177,12 +200,12 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
 class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for classifying tabular data.
 
-    `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
-    fits their posterior. By default, it chooses the prior precision by maximising the evidence, which needs no held-out rows and trains
-    the networks once. Other rules, such as "calibrated", the default of `mola.fit` with validation data, train them twice: `fit` sets
-    aside a stratified share of the rows, trains networks on the rest and tunes their posterior on the held-out rows. Finally, it
-    retrains the networks on all rows and applies the tuned prior precision and logit scaling. Everything is computed in float64, and
-    the same `random_state` gives identical results. Sample weights are not supported, because the curvature cannot represent them.
+    `fit` standardises the features, trains `members` networks on all rows (AdamW, with a learning rate that falls to 0 along a half
+    cosine) and fits their posterior. It tunes the posterior by cross-fitting: it also trains the networks on all rows but one of
+    `folds` stratified parts, for each part, and chooses the settings that suit the predictions for the rows that were left out. Every
+    row is thus used both for training and for tuning. `rule="evidence"` and `rule=None` hold out no rows and train the networks once.
+    Everything is computed in float64, and the same `random_state` gives identical results. Sample weights are not supported, because
+    the curvature cannot represent them.
 
     The labels y have shape (n,), with one class per row, or (n, L) for multi-label data, with values 0 and 1. For multi-label data,
     the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` holds the column indices.
@@ -197,17 +220,16 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from
             `mola.structures`.
         link: link function: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
-        rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on
-            held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
+        rule: rule that chooses the settings: "calibrated", "nll", "brier", "ece", "threshold" or "distance" on held-out rows;
+            "evidence"; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
-        validation_fraction: fraction of each class's rows to set aside for the rule; at least one row is set aside from each class
-            that has two or more. If `rule` is "evidence" or None, no rows are set aside.
-        random_state: seed for the split and the networks, as usual in scikit-learn.
+        folds: number of parts for cross-fitting. The only row of a class is never held out.
+        random_state: seed for the folds and the networks, as usual in scikit-learn.
 
     Attributes:
         classes_: the sorted class labels.
         posterior_: the fitted `mola.MoLA`, whose inputs are standardised features.
-        tuning_: record of how the prior precision was chosen, with notes; None if nothing was tuned.
+        tuning_: record of how the settings were chosen, with notes; None if nothing was tuned.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -223,13 +245,13 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         *,
         epochs: int = 50,
         batch_size: int | None = None,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-2,
+        learning_rate: float = 5e-3,
+        weight_decay: float = 0.3,
         structure: Any = "kron",
         link: Any = "probit",
-        rule: Any = "evidence",
+        rule: Any = "calibrated",
         prior_precision: float = 1.0,
-        validation_fraction: float = 0.2,
+        folds: int = 5,
         random_state: Any = None,
     ) -> None:
         self._store(locals())
@@ -257,22 +279,21 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
             raise DataError(f"expected labels from at least 2 classes, got 1 class: {self.classes_.tolist()}.")
         return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, self.rule)
 
-    def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
+    def _folds(self, labels: Array, random: np.random.RandomState) -> Array:
         if labels.ndim > 1:  # not stratified, since most combinations of labels may occur only once
-            return super()._set_aside(labels, random)
-        # Set aside the same share of every class, but at least one row and never all rows.
-        aside = np.zeros(len(labels), dtype=bool)
-        for label in np.unique(labels):
-            rows = random.permutation(np.flatnonzero(labels == label))
-            share = max(1, round(self.validation_fraction * len(rows)))
-            aside[rows[: min(share, len(rows) - 1)]] = True
-        if not aside.any():
+            return super()._folds(labels, random)
+        # Deal out the rows class by class. The only row of a class is never held out: without it, its class is unknown.
+        rows = random.permutation(len(labels))
+        rows = rows[np.argsort(labels[rows], kind="stable")]
+        rows = rows[np.bincount(labels)[labels[rows]] > 1]
+        if not len(rows):
             raise DataError(
-                f"expected a class with at least 2 rows, so that rows can be set aside for rule={self.rule!r}; got {len(labels)} "
-                f"rows, each "
-                f'of a different class. Pass more data, or use rule="evidence".'
+                f"expected a class with at least 2 rows, so that rows can be held out for rule={self.rule!r}; got {len(labels)} "
+                f'rows, each of a different class. Pass more data, or use rule="evidence".'
             )
-        return aside
+        folds = np.full(len(labels), -1)
+        folds[rows] = np.arange(len(rows)) % self._num_folds(len(rows))
+        return folds
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
         """Return class probabilities (n, C) in the order of `classes_` or, for multi-label data, label probabilities (n, L)."""
@@ -290,10 +311,9 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for regression on tabular data.
 
-    `fit` standardises the features and targets, sets aside a share of the rows, and trains `members` networks on the rest to minimise
-    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior and uses the
-    held-out rows to choose the prior precision and the noise. Finally, it retrains the networks on all rows and applies the chosen
-    prior precision and noise. With `rule="evidence"`, no rows are set aside, and the noise is estimated from the training data. This
+    `fit` standardises the features and targets, trains `members` networks to minimise the squared error (AdamW, with a learning rate
+    that falls to 0 along a half cosine) and fits their posterior. It chooses the prior precision and the noise by cross-fitting, as
+    `MolaClassifier` does. With `rule="evidence"`, no rows are held out, and the noise is estimated from the training data. This
     estimate is too small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical
     results.
 
@@ -320,7 +340,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         rule: Any = "nll",
         prior_precision: float = 1.0,
         noise: Any = None,
-        validation_fraction: float = 0.2,
+        folds: int = 5,
         random_state: Any = None,
     ) -> None:
         self._store(locals())
@@ -387,18 +407,39 @@ def _batches(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(inputs, ROWS), torch.split(targets, ROWS), strict=True))
 
 
-def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
-    # Apply the settings tuned on held-out data to the networks trained on all data. No data remain for measuring these networks'
-    # reference distances, so their training distances are multiplied by the tuned networks' ratio of held-out to training distances.
-    before = start.reference
-    reference = tuned.reference
-    if reference is not None and before is not None and final.reference is not None:
-        scales = zip(reference.scales, before.scales, final.reference.scales, strict=True)
-        reference = replace(reference, scales=tuple(FeatureScale(*map(_by_ratio, *triple)) for triple in scales))
-    if start.likelihood.estimated:
-        final = final.with_noise(tuned.noise.square().mean(0).sqrt())
-    return final.with_parts(settings=tuned.settings, reference=reference)
+def _tuned(final: MoLA, folds: Sequence[MoLA], held_out: Sequence[HeldOut], rule: Rule) -> MoLA:
+    # Choose settings for the posteriors of all folds together, each on the rows that it has not seen, and apply them to the posterior
+    # of the networks that were trained on all rows.
+    pairs = list(zip(folds, held_out, strict=True))
+    with torch.no_grad():
+        measured = [posterior.with_parts(reference=posterior.reference_on(data)) for posterior, data in pairs]
+        objectives = [posterior.objective(data) for posterior, data in zip(measured, held_out, strict=True)]
+        tuning = check_tuning(rule(cross_fitted(objectives)), len(final.components))
+    if final.likelihood.estimated:
+        factors = torch.tensor(tuning.noise_factors or [1.0], dtype=torch.float64)[:, None]
+        noise = torch.cat([factors * posterior.noise for posterior in folds])
+        final = final.with_noise(noise.square().mean(0).sqrt())
+    return final.with_parts(settings=tuning.settings, reference=_mean_reference(final, measured), tuning=tuning)
 
 
-def _by_ratio(held_out: float, before: float, now: float) -> float:
-    return held_out * now / before if before > 0 and now > 0 else held_out
+def _mean_reference(final: MoLA, folds: Sequence[MoLA]) -> Reference:
+    # Return the mean of the references measured on the held-out rows of all folds. Distances and norms depend on the networks. Those of
+    # the final networks are unknown on held-out rows, so their training distances are multiplied by the folds' ratios of held-out to
+    # training distances.
+    references = [posterior.reference for posterior in folds]
+    scales = []
+    for posterior, reference in zip(folds, references, strict=True):
+        assert reference is not None  # `fit` computes distances
+        factors = _training_scales(final) / _training_scales(posterior)
+        scales.append(np.array(reference.scales) * np.where(np.isfinite(factors) & (factors > 0), factors, 1.0))
+    scores = [reference.score for reference in references if reference and reference.score]
+    energies = [reference.energies for reference in references if reference and reference.energies]
+    return Reference(
+        tuple(FeatureScale(*row) for row in np.mean(scales, axis=0).tolist()),
+        tuple((mean, deviation) for mean, deviation in np.mean(scores, axis=0).tolist()) if scores else None,
+        tuple(np.mean(energies, axis=0).tolist()) if energies else None,
+    )
+
+
+def _training_scales(posterior: MoLA) -> Array:
+    return np.array([[distance.training_distance, distance.training_norm] for distance in posterior.distances])

@@ -15,9 +15,11 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning, OptionError
 from molaplace.perceptrons import train_mlps
+from molaplace.rules.cross_fitting import cross_fitted
+from molaplace.rules.rule import rule_of
 from tests.forked_python import run_python
 
-SMALL = {"hidden": (16,), "members": 2, "epochs": 25}
+SMALL = {"hidden": (16,), "members": 1, "epochs": 15, "folds": 2}
 
 
 @parametrize_with_checks([mola.MolaClassifier(**SMALL), mola.MolaRegressor(**SMALL)])
@@ -26,7 +28,9 @@ def test_scikit_learns_own_checks(estimator, check):
 
 
 def quick(**settings):
-    return mola.MolaClassifier(**{"hidden": (16,), "members": 2, "epochs": 20, "random_state": 0, **settings})
+    return mola.MolaClassifier(
+        **{"hidden": (16,), "members": 2, "epochs": 20, "rule": "evidence", "random_state": 0, **settings}
+    )
 
 
 def blobs(count=120, seed=0):
@@ -50,39 +54,83 @@ def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
     torch.testing.assert_close(model.prediction(rows).probs, posterior(scaled).detach(), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.5])
-def test_the_same_share_of_every_class_is_set_aside(fraction):
-    labels = np.repeat([0, 1, 2], [10, 30, 100])
-    aside = quick(validation_fraction=fraction)._set_aside(labels, np.random.RandomState(0))
-    assert np.bincount(labels[aside]).tolist() == [10 * fraction, 30 * fraction, 100 * fraction]
+def test_each_row_is_held_out_once_and_classes_are_spread_over_the_folds():
+    labels = np.repeat([0, 1, 2, 3], [1, 10, 30, 102])
+    folds = quick(folds=4)._folds(labels, np.random.RandomState(0))
+    assert folds[0] == -1, "the only row of its class"
+    for label, count in ((1, 10), (2, 30), (3, 102)):
+        counts = np.bincount(folds[labels == label], minlength=4)
+        assert counts.sum() == count
+        assert counts.max() - counts.min() <= 1
+    assert np.bincount(folds[1:]).tolist() == [36, 36, 35, 35]
 
 
-def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set_aside():
-    """By hand: networks on the rest, tuned on what they did not see; its choice on networks that saw everything."""
-    rows, labels = blobs()
-    model = quick(rule="brier").fit(rows, labels)
+def by_hand(rows, labels, model, loss, likelihood):
+    """The posteriors of all folds and their held-out rows, and the posterior of all rows."""
     random = np.random.RandomState(0)
     seed = random.randint(2**31 - 1)
-    labels = np.searchsorted(model.classes_, labels)
-    aside = torch.from_numpy(quick()._set_aside(labels, random))
+    folds = torch.from_numpy(model._folds(labels, random))
     inputs = torch.tensor(StandardScaler().fit_transform(rows))
     targets = torch.tensor(labels)
 
-    def train(rows):
-        return train_mlps(
-            inputs[rows], targets[rows], 3, torch.nn.CrossEntropyLoss(reduction="none"), hidden=(16,), members=2, seed=seed,
-            epochs=20, batch_size=32, learning_rate=3e-3, weight_decay=1e-2,
+    def fit(rows):
+        networks = train_mlps(
+            inputs[rows], targets[rows], 3, loss, hidden=(16,), members=2, seed=seed, epochs=20, batch_size=32,
+            learning_rate=model.learning_rate, weight_decay=model.weight_decay,
         )  # fmt: skip
+        return mola.fit(networks, [(inputs[rows], targets[rows])], likelihood=likelihood, progress=False)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)
-        held_out = [(inputs[aside], targets[aside])]
-        tuned = mola.fit(train(~aside), [(inputs[~aside], targets[~aside])], held_out, rule="brier", progress=False)
-    assert model.posterior_.prior_precision == pytest.approx(tuned.prior_precision, rel=1e-6)
-    assert model.tuning_.rule == tuned.tuning.rule
-    final = mola.fit(train(slice(None)), [(inputs, targets)], progress=False)
+    parts = [(fit(folds != fold), inputs[folds == fold], targets[folds == fold]) for fold in range(model.folds)]
+    return parts, fit(slice(None)), inputs
+
+
+def test_cross_fitted_settings_minimise_the_loss_of_networks_that_did_not_see_the_rows():
+    """By hand: the log loss of all rows, each predicted without it, is smallest at the chosen prior precision and temperature."""
+    rows, labels = blobs()
+    model = quick(rule="nll", folds=3).fit(rows, labels)
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    parts, final, inputs = by_hand(rows, np.searchsorted(model.classes_, labels), model, loss, "categorical")
+    tuned = model.posterior_
     expected = final.with_prior_precision(tuned.prior_precision).with_temperature(tuned.temperature)
     np.testing.assert_allclose(model.predict_proba(rows), expected(inputs).detach().numpy(), rtol=1e-6)
+
+    def held_out_loss(precision, temperature):
+        losses = []
+        for posterior, inputs, targets in parts:
+            candidate = posterior.with_prior_precision(precision).with_temperature(temperature)
+            losses.append(-candidate(inputs).detach()[range(len(targets)), targets].log())
+        return float(torch.cat(losses).mean())
+
+    precision = tuned.prior_precision[0]
+    best = held_out_loss(precision, tuned.temperature)
+    assert best == pytest.approx(min(model.tuning_.curve["nll"]), rel=1e-6)
+    for factor in (0.1, 10.0):
+        assert best <= held_out_loss(factor * precision, tuned.temperature) + 1e-9
+    reference = np.mean(
+        [np.array(posterior.tune([(x, y)], progress=False).reference.score) for posterior, x, y in parts], axis=0
+    )
+    np.testing.assert_allclose(tuned.reference.score, reference, rtol=1e-6)
+
+
+def test_one_fold_of_cross_fitting_is_tuning():
+    """The joined objective of one mixture chooses what `tune` chooses."""
+    rows, labels = blobs()
+    targets = np.searchsorted(np.unique(labels), labels)
+    parts, _, _ = by_hand(rows, targets, quick(folds=2), torch.nn.CrossEntropyLoss(reduction="none"), "categorical")
+    posterior, inputs, labels = parts[0]
+    data = posterior.read([(inputs, labels)], "held-out rows", labelled=True)
+    start = posterior.with_parts(reference=posterior.reference_on(data))
+    for rule in (
+        "calibrated",
+        "threshold",
+        mola.rules.Distance(price=0.05),
+        mola.rules.Outliers([(5 * inputs, labels)]),
+    ):
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", MolaWarning)
+            tuned = posterior.tune(data, rule=rule, progress=False)
+            joined = rule_of(rule)(cross_fitted([start.objective(data)]))
+        assert joined.settings == tuned.settings
 
 
 def test_scaling_by_distance_is_taken_over():
@@ -107,7 +155,7 @@ def test_scaling_by_distance_is_taken_over():
     [
         ({"hidden": (8, -1)}, "hidden must be"),
         ({"members": 0}, "members must be"),
-        ({"validation_fraction": 1.0}, "validation_fraction.*evidence"),
+        ({"folds": 1}, "folds must be at least 2.*evidence"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_fit(settings, words):
@@ -152,10 +200,10 @@ def test_sensible_on_a_real_table_and_aware_of_what_is_none():
     rows, labels = load_breast_cancer(return_X_y=True)
     train, test, known, unseen = train_test_split(rows, labels, test_size=0.3, stratify=labels, random_state=0)
     model = mola.MolaClassifier(random_state=0).fit(train, known)
-    assert log_loss(unseen, model.predict_proba(test)) < 0.2
-    shuffled = np.random.default_rng(0).permuted(test, axis=0)
+    assert log_loss(unseen, model.predict_proba(test)) < 0.13
     truth = np.repeat([0, 1], len(test))
-    assert roc_auc_score(truth, np.r_[model.ood_score(test), model.ood_score(shuffled)]) > 0.9
+    for strange in (np.random.default_rng(0).permuted(test, axis=0), 100 * test):
+        assert roc_auc_score(truth, np.r_[model.ood_score(test), model.ood_score(strange)]) > 0.9
 
 
 def test_multi_label_data():
@@ -168,7 +216,9 @@ def test_multi_label_data():
 
 
 def quick_regressor(**settings):
-    return mola.MolaRegressor(**{"hidden": (16,), "members": 2, "epochs": 30, "random_state": 0, **settings})
+    return mola.MolaRegressor(
+        **{"hidden": (16,), "members": 2, "epochs": 30, "folds": 3, "random_state": 0, **settings}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +40,7 @@ from molaplace.evaluation import (
     outlier_scores,
 )
 from molaplace.metrics import mean_confidence
+from molaplace.numerics import one_thread
 from molaplace.perceptrons import train_mlps
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
@@ -303,14 +303,3 @@ def run_demo(settings: DemoSettings, progress: Progress = no_progress) -> DemoRe
         moons = map_moons(settings, lambda epoch: mapping("mapping two moons", epoch / settings.moons_epochs))
     versions = {"molaplace": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, networks, comparison, distance, moons, time.perf_counter() - start, versions)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with a single thread, because small networks lose more time to synchronisation than they gain from parallelism."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
