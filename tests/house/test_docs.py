@@ -1,9 +1,11 @@
 """Run every Python snippet of README, AGENTS and docs, in order, in one namespace per page.
 
 Hidden comments add to a page: `<!-- setup ... -->` is code for objects that the reader already has, `<!-- file: NAME -->` writes the
-next snippet to a file, and `<!-- run -->` runs the commands of the next block.
+next snippet to a file, `<!-- run -->` runs the commands of the next block, and `<!-- needs: PACKAGES -->` skips the next snippet if a
+package is missing, unless MOLAPLACE_RECIPES is set (`make test-recipes`).
 """
 
+import os
 import re
 import runpy
 import shlex
@@ -11,6 +13,7 @@ import shutil
 import struct
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +29,13 @@ from molaplace_lab.models import lenet
 from tests.workspace import make_workspace
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPES = bool(os.environ.get("MOLAPLACE_RECIPES"))
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(
-    r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```python\n(?P<code>.*?)^```"
+    r"(?:^<!-- needs: (?P<needs>[^\n]+) -->\n)?"
+    r"(?:(?:^<!-- file: (?P<file>\S+) -->\n)?^```python\n(?P<code>.*?)^```"
     r"|<!-- setup[^\n]*\n(?P<setup>.*?)-->"
-    r"|^<!-- run -->\n```console\n(?P<commands>.*?)^```",
+    r"|^<!-- run -->\n```console\n(?P<commands>.*?)^```)",
     re.M | re.S,
 )
 
@@ -72,6 +77,8 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mola.errors.MolaWarning)
         for match in SNIPPET.finditer(page.read_text()):
+            if match["needs"] and not RECIPES and not all(map(find_spec, match["needs"].split())):
+                continue
             if match["file"]:
                 (tmp_path / match["file"]).write_text(match["code"])
                 monkeypatch.delitem(sys.modules, Path(match["file"]).stem, raising=False)
