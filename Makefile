@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore afresh test test-slow test-all test-numerical test-processors test-minimum test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore afresh test test-slow test-all test-numerical test-processors test-minimum test-recipes test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
@@ -95,6 +95,15 @@ test-minimum:  ## the library with the lowest versions declared, in an environme
 	$(VENV)-minimum/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'not slow and not browser and not export'
 
+# Packages that only the recipes need. timm and torchvision come without their dependencies, because torchvision's wheels each ask for
+# one exact build of torch.
+test-recipes:  ## the recipes of docs/recipes.md, with the libraries they are for, in an environment of their own
+	$(PYTHON) -m venv $(VENV)-recipes
+	$(VENV)-recipes/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,export,transformers]' \
+		accelerate fastapi httpx hypothesis lightning mlflow-skinny optuna pytest skorch torchmetrics
+	$(VENV)-recipes/bin/python -m pip install -q --disable-pip-version-check --no-deps timm torchvision
+	MOLAPLACE_RECIPES=1 HF_HUB_OFFLINE=1 $(VENV)-recipes/bin/python -m pytest -W default tests/house/test_docs.py -k 'snippets and recipes'
+
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
 
@@ -125,4 +134,4 @@ docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(VENV)-minimum build dist demo-results site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-minimum $(VENV)-recipes build dist demo-results site .pytest_cache .mypy_cache .ruff_cache

@@ -262,6 +262,43 @@ def _ranks(name: str) -> str:
     return listed(rows, columns)
 
 
+def _estimators(name: str) -> str:
+    """Return the log loss of each classifier on each table, or the means of all metrics, or of prediction sets, over the tables."""
+    by_method: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in record("tables")["rows"]:
+        by_method.setdefault(row["method"], {})[row["table"]] = row
+    if name == "losses":
+        columns = [("log loss", "{title}")]
+        form = "{{{0}[log_loss][mean]:.3f}} ± {{{0}[log_loss][error]:.3f}}"
+        classifiers = [method for method, rows in by_method.items() if "log_loss" in next(iter(rows.values()))]
+        titles = list(by_method[classifiers[0]])
+        columns += [(method, form.format(f"m{index}")) for index, method in enumerate(classifiers)]
+        return listed(
+            [
+                {"title": title, **{f"m{index}": by_method[method][title] for index, method in enumerate(classifiers)}}
+                for title in titles
+            ],
+            columns,
+        )
+    forms = {"coverage": ("coverage %", "* 100 .1f"), "size": ("classes in a set", ".2f")}
+    if name == "means":
+        forms = {
+            "log_loss": ("log loss ↓", ".3f"),
+            "accuracy": ("accuracy % ↑", "* 100 .1f"),
+            "seconds": ("CPU seconds", ".2f"),
+        }
+        forms |= {kind: (f"AUROC %, {kind} ↑", "* 100 .1f") for kind in ("shuffled", "wrong unit", "far")}
+    lines = []
+    for method, rows in by_method.items():
+        means: dict[str, Any] = {"method": method, **dict.fromkeys(forms)}
+        for field in forms.keys() & next(iter(rows.values())).keys():
+            means[field] = sum(row[field]["mean"] for row in rows.values()) / len(rows)
+        if any(means[field] is not None for field in forms):
+            lines.append(means)
+    columns = [("mean over the tables", "{method}")]
+    return listed(lines, [*columns, *((title, f"{{{field}:{form}}}") for field, (title, form) in forms.items())])
+
+
 def _wrong_units(name: str) -> str:
     """Return the rates of alarms and the mean AUROC of `ood_score`, with and without the excess norms, for each suite."""
     rows = record("wrong_units")["rows"]
@@ -620,6 +657,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "guarantees": _guarantees,
     "default": _default,
     "default-rule": _default_rule,
+    "estimators": _estimators,
     "export": _export,
     "labels": _labels,
     "late-data": _late_data,

@@ -107,7 +107,8 @@ def test_cross_fitted_settings_minimise_the_loss_of_networks_that_did_not_see_th
     for factor in (0.1, 10.0):
         assert best <= held_out_loss(factor * precision, tuned.temperature) + 1e-9
     reference = np.mean(
-        [np.array(posterior.tune([(x, y)], progress=False).reference.score) for posterior, x, y in parts], axis=0
+        [np.array(posterior.tune([(x, y)], rule="nll", progress=False).reference.score) for posterior, x, y in parts],
+        axis=0,
     )
     np.testing.assert_allclose(tuned.reference.score, reference, rtol=1e-6)
 

@@ -20,8 +20,9 @@ from molaplace.cli.decisions import SCORE, default_alarm, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
-from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods, one_thread
+from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods
 from molaplace.errors import DataError, MolaError, OptionError
+from molaplace.numerics import one_thread
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress
