@@ -2,7 +2,8 @@
 
 Hidden comments add to a page: `<!-- setup ... -->` is code for objects that the reader already has, `<!-- file: NAME -->` writes the
 next snippet to a file, `<!-- run -->` runs the commands of the next block, and `<!-- needs: PACKAGES -->` skips the next snippet if a
-package is missing, unless MOLAPLACE_RECIPES is set (`make test-recipes`).
+package is missing, unless MOLAPLACE_RECIPES is set (`make test-recipes`). The export for FastAPI takes long, so only that target runs it:
+`<!-- needs: make test-recipes -->`.
 """
 
 import os
