@@ -292,11 +292,22 @@ def _estimators(name: str) -> str:
     for method, rows in by_method.items():
         means: dict[str, Any] = {"method": method, **dict.fromkeys(forms)}
         for field in forms.keys() & next(iter(rows.values())).keys():
-            means[field] = sum(row[field]["mean"] for row in rows.values()) / len(rows)
+            error = sum(row[field]["error"] ** 2 for row in rows.values()) ** 0.5
+            means[field] = (sum(row[field]["mean"] for row in rows.values()) / len(rows), error / len(rows))
         if any(means[field] is not None for field in forms):
             lines.append(means)
-    columns = [("mean over the tables", "{method}")]
-    return listed(lines, [*columns, *((title, f"{{{field}:{form}}}") for field, (title, form) in forms.items())])
+    write = Cells().format_field
+    texts = [
+        [
+            row["method"],
+            *(
+                MISSING if row[field] is None else f"{write(row[field][0], form)} ± {write(row[field][1], form)}"
+                for field, (_, form) in forms.items()
+            ),
+        ]
+        for row in lines
+    ]
+    return markdown_rows(["mean over the tables", *(title for title, _ in forms.values())], texts)
 
 
 def _wrong_units(name: str) -> str:

@@ -4,7 +4,7 @@
 
 `mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. This example compares
 `MolaClassifier`, logistic regression and `MLPClassifier` on chemical measurements of 178 wines, then makes predictions for rows
-that contain mistakes. Takes about ten seconds. Needs `pip install 'molaplace[sklearn]'`.
+that contain mistakes. Takes about twenty seconds. Needs `pip install 'molaplace[sklearn]'`.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
         alarm, outside, confidence = np.mean(splits, axis=0)
         print(f"{name:34}{alarm:20.0%}{outside:24.0%}{confidence:13.1%}")
     print(
-        "\nThe score depends mainly on the direction of a network's features, not on their norm. It detects unusual combinations"
-        "\nof values, but rarely rows in which all columns are too large or missing. A range check detects such rows. Use both."
+        "\nThe score detects rows that differ from the training rows, also by unusual combinations of values within their ranges,"
+        "\nbut it misses some single values that are out of range. A range check detects these. Use both."
     )
 
 

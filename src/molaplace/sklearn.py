@@ -83,9 +83,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         self, table: Array, labels: Array, outputs: int, likelihood: Likelihood, rule: Any, loss: Loss | None = None
     ) -> Self:
         chosen_rule = None if rule is None else rule_of(rule)
-        needs_data = chosen_rule is not None and chosen_rule.needs_data
         if chosen_rule is not None:
-            as_rule(chosen_rule, likelihood, [] if needs_data else None)
+            as_rule(chosen_rule, likelihood, [] if chosen_rule.needs_data else None)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         scaler = StandardScaler().fit(table)
@@ -105,7 +104,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         # would repeat the warning for every split.
         with one_thread() if inputs.numel() <= SMALL else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            if needs_data:
+            if chosen_rule is not None and chosen_rule.needs_data:
                 folds = torch.from_numpy(self._folds(labels, random))
                 posteriors = []
                 held_out = []

@@ -130,8 +130,10 @@ def test_tabular(run):
     assert mixed_up[0] > 35
     assert mixed_up[1] < 10  # a range check would miss these rows
     nothing = numbers(printed, "all columns missing (0)")
-    assert nothing[0] < 20  # the score misses these rows, as the page warns
-    assert nothing[1] == 100
+    assert nothing[0] > 90
+    assert (
+        numbers(printed, "magnesium in wrong unit (x 0.1)")[0] < 60
+    )  # the score misses many of these rows, as the page warns
 
 
 def test_mimo_mola(run):
