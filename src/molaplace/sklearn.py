@@ -415,7 +415,7 @@ def _tuned(final: MoLA, folds: Sequence[MoLA], held_out: Sequence[HeldOut], rule
         objectives = [posterior.objective(data) for posterior, data in zip(measured, held_out, strict=True)]
         tuning = check_tuning(rule(cross_fitted(objectives)), len(final.components))
     if final.likelihood.estimated:
-        factors = torch.tensor(tuning.noise_factors or [1.0], dtype=torch.float64)[:, None]
+        factors = folds[0].noise.new_tensor(tuning.noise_factors or [1.0])[:, None]
         noise = torch.cat([factors * posterior.noise for posterior in folds])
         final = final.with_noise(noise.square().mean(0).sqrt())
     return final.with_parts(settings=tuning.settings, reference=_mean_reference(final, measured), tuning=tuning)

@@ -95,40 +95,6 @@ def test_snippets_run(page, tmp_path, monkeypatch):
         assert torch.allclose(namespace["probs"].sum(1), torch.ones(10), atol=1e-6)
 
 
-def test_the_callback_of_lightning_fits_when_training_ends(tmp_path):
-    lightning = pytest.importorskip("lightning", reason="LIGHTNING IS NOT INSTALLED: its callback was not run.")
-    code = re.search(r"^```py\n(import lightning\n.*?)^```", (ROOT / "docs" / "ecosystem.md").read_text(), re.M | re.S)[
-        1
-    ]
-    namespace = {"mola": mola}
-    exec(compile(code, "ecosystem.md", "exec"), namespace)
-
-    class Classifier(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(x)
-
-        def training_step(self, batch, _):
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    x = torch.randn(60, 4)
-    loader = [(x, x[:, :3].argmax(1))]
-    callback = namespace["FitPosterior"](loader, [(-x, (-x)[:, :3].argmax(1))])
-    network = Classifier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = lightning.Trainer(max_epochs=2, callbacks=[callback], default_root_dir=tmp_path, logger=False)
-        trainer.fit(network, torch.utils.data.DataLoader(loader, batch_size=None))
-    posterior = mola.load(tmp_path / "posterior", network)
-    assert torch.equal(posterior(x), callback.posterior(x))
-
-
 def test_links_to_files_exist():
     dead = [
         (name_of(page), target)
