@@ -595,12 +595,16 @@ def test_predictions_of_another_predictor_and_unknown_classes_are_refused(tmp_pa
 
 def test_unlabelled_validation_data_suffice_for_the_alarm():
     ensemble = mola.ensemble([problems.trained(0)])
-    inputs, _ = problems.blobs(1, count=300)
+    inputs, labels = problems.blobs(1, count=300)
     watch = mola.watch(ensemble, [inputs.double()])
     watch.update(ensemble.predict(inputs.double()))
     assert watch.accuracy.reason == "no labelled validation data"
+    watch.update(labels=labels)
     assert watch.labelled.least is None
     assert not watch.labelled.raised
+    correct = (ensemble.predict(inputs.double()).label == labels).double().mean()
+    assert watch.labelled.value == pytest.approx(float(correct))
+    assert watch.labelled.low < watch.labelled.value < watch.labelled.high
 
 
 def test_regression_is_judged_by_the_coverage_of_its_intervals():

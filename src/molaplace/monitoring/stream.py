@@ -57,6 +57,8 @@ class Stream:
     """Evidence that accuracy has fallen."""
     correct: float = 0.0
     """Sum of the correctness of the inputs with labels."""
+    labelled: int = 0
+    """Number of inputs with labels."""
     window: Mapping[str, Array] = field(default_factory=dict)
     """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label), and
     "predicted"."""
@@ -104,8 +106,13 @@ class Stream:
         fall = self.fall
         if baseline.accuracy is not None:
             fall = fall.add(log_fall_factors(outcomes[known], baseline.accuracy - options.tolerance))
-        total = self.correct + float(outcomes[known].sum())
-        return replace(self, window={**self.window, "correct": correct}, fall=fall, correct=total)
+        return replace(
+            self,
+            window={**self.window, "correct": correct},
+            fall=fall,
+            correct=self.correct + float(outcomes[known].sum()),
+            labelled=self.labelled + int(known.sum()),
+        )
 
     def contributions(self) -> tuple[Contribution, ...]:
         """Return the inputs in the window that contributed most since the change began, strongest first."""

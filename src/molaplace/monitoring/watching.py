@@ -156,7 +156,7 @@ class Watch:
     @property
     def labelled(self) -> LabelledAccuracy:
         """Accuracy on the inputs whose labels are known or, for regression, coverage of the 90 % prediction intervals."""
-        count = sum(stream.fall.count for stream in self.streams)
+        count = sum(stream.labelled for stream in self.streams)
         total = sum(stream.correct for stream in self.streams)
         low, high = confidence_sequence(total, count, self.options.alpha)
         fall = max((stream.fall for stream in self.streams), key=lambda evidence: evidence.log_peak)
@@ -276,7 +276,7 @@ SCHEMA = {
             }
         ),
     },
-    "streams": {str: {"name": str, "correct": float, "evidence": EVIDENCE, "fall": EVIDENCE}},
+    "streams": {str: {"name": str, "correct": float, "labelled": int, "evidence": EVIDENCE, "fall": EVIDENCE}},
 }
 
 
