@@ -664,6 +664,27 @@ def test_dense_outputs_are_judged_input_by_input():
         watch.update(labels=labels[160:])
 
 
+def test_dense_outputs_may_have_another_size_in_each_batch():
+    torch.manual_seed(0)
+    ensemble = mola.ensemble([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))])
+    texts = [torch.randn(40, length, 4) for length in (7, 5)]
+    loader = [(text, text[..., :3].argmax(-1)) for text in texts]
+    correct = [ensemble.predict(inputs).label == labels for inputs, labels in loader]
+    watch = mola.watch(ensemble, loader)
+    assert watch.baseline.accuracy == pytest.approx(
+        float(torch.cat([part.flatten() for part in correct]).double().mean())
+    )
+    for inputs, _ in loader:
+        watch.update(ensemble.predict(inputs))
+    assert watch.accuracy.value == pytest.approx(watch.baseline.accuracy, abs=0.02)
+
+
+def test_a_single_batch_is_no_loader():
+    ensemble = mola.ensemble([problems.trained(0)])
+    with pytest.raises(DataError, match=r"Pass a DataLoader, or a single batch in a list"):
+        mola.watch(ensemble, problems.blobs(1, count=30)[0].double())
+
+
 def test_starts_lie_on_grids():
     """The k-th start on every grid has the weight of the k-th start on the finest."""
     weights = start_weights(0, 3 * max(GRIDS))

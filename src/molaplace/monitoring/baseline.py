@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from molaplace.errors import DataError, located
 from molaplace.monitoring.accuracy import STRANGE, ConfidenceThreshold
 from molaplace.monitoring.ranks import Array, ScoreCounts
-from molaplace.network import IGNORE_INDEX, as_batch, labels_of_logits
+from molaplace.network import IGNORE_INDEX, batches, labels_of_logits
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
@@ -91,6 +91,15 @@ def is_dense(prediction: Any) -> bool:
     return bool(outputs.dim() > 2)
 
 
+def _joined(columns: Sequence[Array]) -> Array:
+    # Return the rows (m, q) of all batches, padded with NaN, because the number of positions of dense outputs may differ.
+    width = max(column.shape[1] for column in columns)
+    pads = [((0, 0), (0, width - column.shape[1])) for column in columns]
+    return np.concatenate(
+        [np.pad(column, pad, constant_values=np.nan) for column, pad in zip(columns, pads, strict=True)]
+    )
+
+
 @dataclass(frozen=True)
 class Baseline:
     """What a watch knows about the validation data."""
@@ -144,28 +153,25 @@ class Baseline:
         pooled = False
         choices = None
         ignore_index = ignore_index_of(posterior)
-        for index, raw in enumerate(loader):
+        for index, batch in enumerate(batches(loader, "validation loader")):
             batch_name = f"batch {index} of the validation loader"
-            batch = as_batch(raw, batch_name)
-            prediction = posterior.predict_batch(batch.inputs).cpu()
-            predicted = predicted_values(prediction)
-            choices = choices_of(prediction)
             with located(batch_name):
+                prediction = posterior.predict_batch(batch.inputs).cpu()
+                predicted = predicted_values(prediction)
+                choices = choices_of(prediction)
                 missing = np.full((len(predicted), predicted.shape[-1]), np.nan)
                 labels = batch.labels
                 if isinstance(prediction, Prediction):
                     labels = labels_of_logits([posterior], batch, prediction.probs.shape, ignore_index, batch_name)
                 correct = missing if labels is None else correctness(predicted, labels, choices, ignore_index)
             positions = np.arange(correct.shape[1])
-            if isinstance(prediction, Prediction) and prediction.probs.dim() > 2:
+            if is_dense(prediction):
                 pooled = True
                 positions = np.linspace(0, len(positions) - 1, min(len(positions), MOST_POSITIONS)).astype(int)
             scores.append(scores_of(prediction))
             corrects.append(correct[:, positions])
             if isinstance(prediction, Prediction):
                 confidences.append(as_rows(prediction.confidence)[:, positions])
-        if not scores:
-            raise DataError("the validation loader is empty. Pass at least one batch.")
-        columns = np.concatenate(confidences) if confidences else None
-        baseline = cls.of_columns(np.concatenate(scores), columns, np.concatenate(corrects), pooled=pooled)
+        columns = _joined(confidences) if confidences else None
+        baseline = cls.of_columns(np.concatenate(scores), columns, _joined(corrects), pooled=pooled)
         return replace(baseline, choices=choices, ignore_index=ignore_index, fingerprint=posterior.fingerprint)
