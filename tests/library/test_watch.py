@@ -402,6 +402,13 @@ def test_labels_may_come_late_in_any_order_or_at_once():
         assert getattr(shuffled.labelled, name) == pytest.approx(getattr(at_once, name))
 
 
+def test_no_labels_yet_change_nothing():
+    watch = normal_watch()
+    watch.update(predicted(np.zeros(3)))
+    watch.update(labels=[], positions=[])
+    assert watch.labelled.count == 0
+
+
 def test_missing_labels_wait():
     watch = normal_watch().update(predicted(np.zeros(4)), labels=[0, -100, math.nan, 1])
     assert (watch.labelled.count, watch.labelled.value) == (2, 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ def as_rows(values: Any) -> Array:
     """Return a tensor (n, ...) as an array (n, q), in float64 if it has a floating-point type."""
     tensor = torch.as_tensor(values, device="cpu").detach()
     array = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
-    return array.reshape(len(array), -1)
+    return array.reshape(len(array), math.prod(array.shape[1:]))
 
 
 def scores_of(prediction: Any) -> Array:
