@@ -653,6 +653,19 @@ def test_multi_label_outputs():
     assert watch.update(labels=labels[600:]).labelled.value == pytest.approx(truth, abs=0.002)
 
 
+def test_a_label_without_validation_data_is_left_out_of_the_expected_accuracy(tmp_path):
+    draw = np.random.default_rng(0)
+    confidence = draw.random((2000, 3))
+    correct = (draw.random((2000, 3)) < confidence).astype(float)
+    correct[:, 1] = math.nan
+    fitted = ConfidenceThreshold.fit(confidence[:1000], correct[:1000])
+    two_labels = ConfidenceThreshold.fit(confidence[:1000, ::2], correct[:1000, ::2])
+    assert np.array_equal(fitted.shares(confidence[1000:]), two_labels.shares(confidence[1000:, ::2]))
+    baseline = Baseline.of_columns(draw.normal(size=1000), confidence[:1000], correct[:1000])
+    watch = Watch.of(baseline, WatchOptions())
+    assert Watch.load(watch.save(tmp_path)).same_origin(watch)
+
+
 def test_dense_outputs_are_judged_input_by_input():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))

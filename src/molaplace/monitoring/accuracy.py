@@ -64,8 +64,8 @@ class ExpectedAccuracy:
 class ConfidenceThreshold:
     """The confidences above which predictions count as correct, chosen on validation data."""
 
-    thresholds: tuple[float, ...]
-    """One threshold, or one for each label."""
+    thresholds: tuple[float | None, ...]
+    """One threshold, or one for each label; None for a label without validation data, which the estimate leaves out."""
     fractions: tuple[float, ...]
     """Value of a prediction whose confidence equals the threshold."""
     wrong_above: float
@@ -89,7 +89,7 @@ class ConfidenceThreshold:
             pooled: whether all q predictions share one threshold, as for the positions of dense outputs.
         """
         columns = [(confidence, correct)] if pooled else list(zip(confidence.T, correct.T, strict=True))
-        pairs = [_threshold(values[~np.isnan(outcomes)], outcomes[~np.isnan(outcomes)]) for values, outcomes in columns]
+        pairs = [_threshold(*column) for column in columns]
         thresholds, fractions = (tuple(values) for values in zip(*pairs, strict=True))
         known = ~np.isnan(correct)
         above = _above(confidence, thresholds, fractions)
@@ -107,7 +107,7 @@ class ConfidenceThreshold:
 
     def shares(self, confidence: Array) -> Array:
         """Return, for each input with confidences (n, q), the share of its predictions above the threshold (n,)."""
-        return _above(confidence, self.thresholds, self.fractions).mean(1)
+        return np.nanmean(_above(confidence, self.thresholds, self.fractions), axis=1)
 
     def estimate(self, shares: Array, strange: Array) -> ExpectedAccuracy:
         """Return the expected accuracy, given shares (n,) from `shares`, and which inputs (n,) are strange."""
@@ -128,17 +128,21 @@ class ConfidenceThreshold:
         return share * self.wrong_above + (1 - share) * self.right_below
 
 
-def _threshold(confidences: Array, outcomes: Array) -> tuple[float, float]:
+def _threshold(confidences: Array, correct: Array) -> tuple[float | None, float]:
     # Return the threshold, and the fraction for confidences equal to it, at which the share above equals the accuracy.
-    if not len(confidences):
-        return 0.0, 0.0
-    right = outcomes.sum()
+    known = ~np.isnan(correct)
+    if not known.any():
+        return None, 0.0
+    confidences = confidences[known]
+    right = correct[known].sum()
     ordered = np.sort(confidences)[::-1]
     threshold = float(ordered[min(int(right), len(ordered) - 1)])
     above = (confidences > threshold).sum()
     return threshold, float((right - above) / (confidences == threshold).sum())
 
 
-def _above(confidence: Array, thresholds: tuple[float, ...], fractions: tuple[float, ...]) -> Array:
-    limits = np.array(thresholds)
-    return np.where(confidence == limits, np.array(fractions), confidence > limits)
+def _above(confidence: Array, thresholds: tuple[float | None, ...], fractions: tuple[float, ...]) -> Array:
+    # Return whether confidences (n, q) are above their thresholds, from 0 to 1, and NaN where there is no threshold.
+    limits = np.array(thresholds, dtype=float)
+    above = np.where(confidence == limits, np.array(fractions), confidence > limits)
+    return np.where(np.isnan(limits), np.nan, above)

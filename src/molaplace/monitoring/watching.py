@@ -270,7 +270,8 @@ SCHEMA = {
         "fingerprint": Optional(str),
         "confidence": Optional(
             {
-                **{name: [float] for name in ("thresholds", "fractions")},
+                "thresholds": [Optional(float)],
+                "fractions": [float],
                 **dict.fromkeys(("wrong_above", "right_below", "variance", "accuracy"), float),
                 "count": int,
             }
