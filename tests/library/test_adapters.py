@@ -377,6 +377,25 @@ def test_several_heads_run_their_trunk_once(tmp_path):
         mola.load(tmp_path, networks)
 
 
+class WithMirrorImage(nn.Module):
+    """The mean of a network's logits for inputs and for their mirror images."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return (self.network(x) + self.network(x.flip(1))) / 2
+
+
+def test_a_trunk_runs_again_for_other_inputs():
+    trunk, heads = trunk_and_heads()
+    branches = mola.adapters(trunk, heads=heads)
+    separate = [nn.Sequential(trunk, head) for head in heads]
+    expected = mola.ensemble([WithMirrorImage(network) for network in separate])(X)
+    assert_close(mola.ensemble([WithMirrorImage(branch) for branch in branches])(X), expected)
+
+
 def test_heads_on_a_trunk_of_transformers():
     """A trunk may return anything that the heads take, and batches are mappings."""
 

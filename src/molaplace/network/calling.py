@@ -186,16 +186,16 @@ class Branch(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the logits."""
-        outputs = _trunk_outputs.get()
-        if outputs is None:
+        passes = _trunk_passes.get()
+        if passes is None:
             return self.head(self.trunk(*arguments, **keywords))
-        if self.trunk not in outputs:
-            outputs[self.trunk] = self.trunk(*arguments, **keywords)
-        tensors = [
-            leaf for leaf in tree_leaves(outputs[self.trunk]) if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
+        inputs = tree_leaves((arguments, keywords))
+        if self.trunk not in passes or not _same_inputs(passes[self.trunk].inputs, inputs):
+            passes[self.trunk] = _TrunkPass(inputs, self.trunk(*arguments, **keywords))
+        features = passes[self.trunk].outputs
+        tensors = [leaf for leaf in tree_leaves(features) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [tensor._version for tensor in tensors]
-        logits = self.head(outputs[self.trunk])
+        logits = self.head(features)
         if [tensor._version for tensor in tensors] != versions:
             raise HeadError(
                 f"{type(self.head).__name__} changes the output of the trunk in place, but other heads read it, too. Pass heads "
@@ -204,17 +204,37 @@ class Branch(nn.Module):
         return logits
 
 
-_trunk_outputs: ContextVar[dict[nn.Module, Any] | None] = ContextVar("trunk_outputs", default=None)
+class _TrunkPass(NamedTuple):
+    inputs: list[Any]
+    outputs: Any
+
+
+def _same_inputs(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(
+        value is other
+        or (
+            # Copies that `run` made on another device are equal. A trace cannot compare values.
+            isinstance(value, Tensor)
+            and isinstance(other, Tensor)
+            and not torch.compiler.is_compiling()
+            and (value.device, value.dtype) == (other.device, other.dtype)
+            and torch.equal(value, other)
+        )
+        for value, other in zip(left, right, strict=True)
+    )
+
+
+_trunk_passes: ContextVar[dict[nn.Module, _TrunkPass] | None] = ContextVar("trunk_passes", default=None)
 
 
 @contextmanager
 def trunks_run_once() -> Iterator[None]:
-    """Inside the block, run each trunk of several `Branch`es once. All networks that are called must receive the same inputs."""
-    token = _trunk_outputs.set({})
+    """Inside the block, run each trunk of several `Branch`es once, as long as its inputs are the same."""
+    token = _trunk_passes.set({})
     try:
         yield
     finally:
-        _trunk_outputs.reset(token)
+        _trunk_passes.reset(token)
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
