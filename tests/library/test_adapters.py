@@ -396,6 +396,15 @@ def test_a_trunk_runs_again_for_other_inputs():
     assert_close(mola.ensemble([WithMirrorImage(branch) for branch in branches])(X), expected)
 
 
+def test_a_trunk_may_have_no_weights(tmp_path):
+    heads = [nn.Linear(5, 3).double() for _ in range(2)]
+    posterior = mola.fit(mola.adapters(nn.Flatten(), heads=heads), [(X, Y)], progress=False)
+    posterior.save(tmp_path)
+    assert_close(
+        mola.load(tmp_path, mola.adapters(nn.Flatten(), heads=heads)).predict(X).probs, posterior.predict(X).probs
+    )
+
+
 def test_heads_on_a_trunk_of_transformers():
     """A trunk may return anything that the heads take, and batches are mappings."""
 

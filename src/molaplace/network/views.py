@@ -203,8 +203,11 @@ def state_checksums(networks: Iterable[nn.Module]) -> list[StateChecksums]:
     """Return the checksums of the networks' states. A backbone that several networks share is read once."""
     parts = [_parts(network) for network in networks]
     states = {_identity(state): state for pair in parts for state in pair}
-    checksums = {identity: checksum_of(state) for identity, state in states.items() if state}
-    return [StateChecksums(checksums[_identity(backbone)], checksums.get(_identity(own))) for backbone, own in parts]
+    checksums = {identity: checksum_of(state) for identity, state in states.items()}
+    return [
+        StateChecksums(checksums[_identity(backbone)], checksums[_identity(adapter)] if adapter else None)
+        for backbone, adapter in parts
+    ]
 
 
 def _identity(state: Mapping[str, Tensor]) -> object:
