@@ -121,15 +121,20 @@ def _holder(model: nn.Module) -> Any:
 
 
 def _check_layers(layers: Sequence[Any]) -> None:
-    merged = sorted({name for layer in layers for name in layer.merged_adapters})
+    merged = _merged(layers)
     if merged:
         raise OptionError(
-            f"must not have merged adapters, but {', '.join(map(repr, merged))} is added to the weights of the backbone. Call "
+            f"must not have merged adapters, but {merged} is added to the weights of the backbone. Call "
             f"model.unmerge_adapter() first. A merged model without other adapters is an ordinary network for mola.fit.",
             argument="model",
         )
     if any(layer.disable_adapters for layer in layers):
         raise OptionError("must have enabled adapters. Call model.enable_adapter_layers() first.", argument="model")
+
+
+def _merged(layers: Sequence[Any]) -> str:
+    # Return the quoted names of the adapters that are merged into the backbone; empty if there are none.
+    return ", ".join(map(repr, sorted({name for layer in layers for name in layer.merged_adapters})))
 
 
 def _warn_of_backbones(configs: Mapping[str, Any]) -> None:
@@ -179,10 +184,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _check_unmerged(layers: Sequence[Any], *_: Any) -> None:
     # Merging adds an adapter to the weights that all views share.
-    merged = sorted({name for layer in layers for name in layer.merged_adapters})
+    merged = _merged(layers)
     if merged:
         raise DataError(
-            f"adapter {', '.join(map(repr, merged))} has been merged into the backbone, so all views of the backbone compute "
+            f"adapter {merged} has been merged into the backbone, so all views of the backbone compute "
             f"something else. Call unmerge_adapter() on the model, or load the backbone again."
         )
 
@@ -232,10 +237,11 @@ def _parts(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             # The layer that the adapter's copy replaces is often initialised at random, and is never run.
             state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.original_module.")}
 
-    def of_backbone(name: str) -> bool:
+    def in_backbone(name: str) -> bool:
+        # In every module with a shared part on the way from the network to the tensor, the tensor lies in the shared part.
         entries = name.split(".")
         prefixes = [".".join(entries[:depth]) for depth in range(len(entries))]
         return all(entry in shared.get(prefix, (entry,)) for prefix, entry in zip(prefixes, entries, strict=True))
 
-    backbone = {name: tensor for name, tensor in state.items() if of_backbone(name)}
+    backbone = {name: tensor for name, tensor in state.items() if in_backbone(name)}
     return backbone, {name: tensor for name, tensor in state.items() if name not in backbone}
