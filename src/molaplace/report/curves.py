@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
 from molaplace.report.numbers import Formatted
-from molaplace.report.style import INK, LONG_DASHES, WIDTH, Figure, Strokes, canvas, quiet_axes, shared_legend
+from molaplace.report.style import INK, LONG_DASHES, WIDTH, Figure, Line2D, Strokes, canvas, quiet_axes, shared_legend
 from molaplace.report.tables import SHIFT_METRICS
 
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": LONG_DASHES, "linewidth": 0.9}

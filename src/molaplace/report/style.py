@@ -17,6 +17,7 @@ with importing("drawing figures", "matplotlib", "cli"):
     import matplotlib as mpl
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
+    from matplotlib.lines import Line2D as Line2D
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "paper": "#9467bd", "MoLA": "#009e73"}
 """Colours of the main methods, most of them from Okabe and Ito's palette for colour-blind readers: the plain network is grey, MoLA with
