@@ -35,7 +35,7 @@ from molaplace.network.head import Head, find_head, head_by_name
 from molaplace.network.next_tokens import labels_of_logits
 from molaplace.network.resized import Resized
 from molaplace.network.token_choice import TokenChoice, token_ids
-from molaplace.network.views import StateChecksums, adapters, state_checksums
+from molaplace.network.views import StateChecksums, adapters, parts_of, state_checksums
 
 __all__ = [
     "IGNORE_INDEX",
@@ -74,6 +74,7 @@ __all__ = [
     "head_by_name",
     "labels_of_logits",
     "one_batch",
+    "parts_of",
     "peek",
     "run",
     "state_checksum",

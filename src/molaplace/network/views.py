@@ -23,11 +23,26 @@ from molaplace.network.calling import Branch, checksum_of, plain_name, state_of,
 from molaplace.network.token_choice import TokenChoice
 from molaplace.options import did_you_mean
 
-FROZEN = ("base_layer", "original_module")
-"""Names of the modules of the backbone inside peft's layers; everything else in these layers belongs to adapters."""
 
-SHARED = {Branch: ("trunk",), TokenChoice: ("model",)}
-"""Names of the modules that several networks of these classes may share."""
+class Parts(NamedTuple):
+    """The two parts of a module: what several networks may share, and the rest, which belongs to one network."""
+
+    modules: tuple[str, ...]
+    """Names of the modules of the shared part."""
+    shared: str
+    """Name of the shared part, for messages."""
+    rest: str
+    """Name of the rest."""
+
+
+ADAPTED = Parts(("base_layer", "original_module"), "backbone", "adapter")
+"""Parts of the layers of peft."""
+
+PARTS: dict[type, Parts] = {
+    Branch: Parts(("trunk",), "trunk", "head"),
+    TokenChoice: Parts(("model",), "language model", "tokens or the adapter"),
+}
+"""Parts of other modules, keyed by class."""
 
 
 def adapters(
@@ -195,6 +210,11 @@ def _check_unmerged(layers: Sequence[Any], *_: Any) -> None:
 # --- checksums ----------------------------------------------------------------------------------------------------------
 
 
+def parts_of(module: nn.Module) -> Parts:
+    """Return the parts of a `Branch`, a `TokenChoice`, or otherwise a layer or network with adapters."""
+    return PARTS.get(type(module), ADAPTED)
+
+
 class StateChecksums(NamedTuple):
     """Checksums of the two parts of a network's state."""
 
@@ -206,12 +226,12 @@ class StateChecksums(NamedTuple):
 
 def state_checksums(networks: Iterable[nn.Module]) -> list[StateChecksums]:
     """Return the checksums of the networks' states. A backbone that several networks share is read once."""
-    parts = [_parts(network) for network in networks]
-    states = {_identity(state): state for pair in parts for state in pair}
+    pairs = [_divided_state(network) for network in networks]
+    states = {_identity(state): state for pair in pairs for state in pair}
     checksums = {identity: checksum_of(state) for identity, state in states.items()}
     return [
         StateChecksums(checksums[_identity(backbone)], checksums[_identity(adapter)] if adapter else None)
-        for backbone, adapter in parts
+        for backbone, adapter in pairs
     ]
 
 
@@ -225,14 +245,14 @@ def _identity(state: Mapping[str, Tensor]) -> object:
     )
 
 
-def _parts(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _divided_state(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     # Return the states of the backbone and of the adapter, or of the trunk and of the head. Other networks have only the first.
     state = state_of(network)
-    shared: dict[str, tuple[str, ...]] = {}
+    shared_modules: dict[str, tuple[str, ...]] = {}
     for module_name, module in unwrapped(network).named_modules(remove_duplicate=False):
         name = plain_name(module_name)
-        if hasattr(module, "adapter_layer_names") or type(module) in SHARED:
-            shared[name] = SHARED.get(type(module), FROZEN)
+        if hasattr(module, "adapter_layer_names") or type(module) in PARTS:
+            shared_modules[name] = parts_of(module).modules
         if "modules_to_save" in dict(module.named_children()):
             # The layer that the adapter's copy replaces is often initialised at random, and is never run.
             state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.original_module.")}
@@ -241,7 +261,9 @@ def _parts(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         # In every module with a shared part on the way from the network to the tensor, the tensor lies in the shared part.
         entries = name.split(".")
         prefixes = [".".join(entries[:depth]) for depth in range(len(entries))]
-        return all(entry in shared.get(prefix, (entry,)) for prefix, entry in zip(prefixes, entries, strict=True))
+        return all(
+            entry in shared_modules.get(prefix, (entry,)) for prefix, entry in zip(prefixes, entries, strict=True)
+        )
 
     backbone = {name: tensor for name, tensor in state.items() if in_backbone(name)}
     return backbone, {name: tensor for name, tensor in state.items() if name not in backbone}

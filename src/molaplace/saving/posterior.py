@@ -16,13 +16,13 @@ from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
 from molaplace.network import (
-    Branch,
     StateChecksums,
-    TokenChoice,
     check_positions,
     evaluating,
     head_by_name,
+    parts_of,
     state_checksums,
+    unwrapped,
 )
 from molaplace.options import counted
 from molaplace.posterior import MoLA
@@ -36,11 +36,6 @@ from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
 CHECKSUMS: dict[str, Any] = {"network": str, "adapter": Optional(str)}
-PARTS: dict[type, tuple[str, str]] = {
-    Branch: ("trunk", "head"),
-    TokenChoice: ("language model", "tokens or the adapter"),
-}
-"""Names of the two parts of a network that have a checksum each."""
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 HEAD = {
     "name": str,
@@ -218,12 +213,12 @@ def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, A
 
 def _difference(network: nn.Module, current: StateChecksums, saved: StateChecksums) -> str:
     # Return which of the two parts of a network differs, or that the network does if it has no parts.
-    backbone, adapter = PARTS.get(type(network), ("backbone", "adapter"))
+    parts = parts_of(unwrapped(network))
     differ = "differ from the saved weights in their names, shapes, precision or values"
     if saved.adapter is None or current.adapter is None:
         return f"the weights {differ}"
     if current.network == saved.network:
-        return f"the weights of the {adapter} {differ}; those of the {backbone} are the same"
+        return f"the weights of the {parts.rest} {differ}; those of the {parts.shared} are the same"
     if current.adapter == saved.adapter:
-        return f"the weights of the {backbone} {differ}; those of the {adapter} are the same"
-    return f"the weights of the {backbone} and of the {adapter} {differ}"
+        return f"the weights of the {parts.shared} {differ}; those of the {parts.rest} are the same"
+    return f"the weights of the {parts.shared} and of the {parts.rest} {differ}"
