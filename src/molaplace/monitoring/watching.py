@@ -60,7 +60,8 @@ class Watch:
         Args:
             prediction: predictions for the next inputs, of any number, by the predictor with which the watch was created.
             labels: labels of these inputs or, without a prediction, of earlier inputs: class indices (n,), labels (n, C) or, for
-                regression, targets (n,) or (n, D). NaN or -100 (or the posterior's `ignore_index`) marks a missing label.
+                regression, targets (n,) or (n, D). NaN or -100 (or the posterior's `ignore_index`) marks a missing label. For the next
+                tokens of a language model, position t holds the token at t + 1: only labels in loaders are shifted for you.
             positions: positions (n,) of the earlier inputs, counted from 0 over the whole stream. They may be omitted if there are
                 labels for all inputs in the window that have none yet, in order.
         """
