@@ -262,11 +262,17 @@ def _ranks(name: str) -> str:
     return listed(rows, columns)
 
 
+SHORT = {
+    "HistGradientBoosting": "gradient boosting",
+    "CalibratedClassifierCV(HistGradientBoosting)": "boosting, calibrated",
+}
+
+
 def _estimators(name: str) -> str:
     """Return the log loss of each classifier on each table, or the means of all metrics, or of prediction sets, over the tables."""
     by_method: dict[str, dict[str, dict[str, Any]]] = {}
     for row in record("tables")["rows"]:
-        by_method.setdefault(row["method"], {})[row["table"]] = row
+        by_method.setdefault(SHORT.get(row["method"], row["method"]), {})[row["table"]] = row
     if name == "losses":
         columns = [("log loss", "{title}")]
         form = "{{{0}[log_loss][mean]:.3f}} ± {{{0}[log_loss][error]:.3f}}"
