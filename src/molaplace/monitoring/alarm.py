@@ -25,17 +25,14 @@ import numpy as np
 
 from molaplace.monitoring.ranks import Array
 
-HIGH = (
-    *((1.0, 0.9), (1.0, 0.7), (1.0, 0.45), (1.0, 0.2)),
-    *((0.3, 0.2), (0.1, 0.15), (0.03, 0.1), (0.01, 0.1)),
-)
-"""Share a and exponent epsilon of the bets on high scores."""
+SHIFTS = ((1.0, 0.9), (1.0, 0.7), (1.0, 0.45), (1.0, 0.2))
+"""Share a and exponent epsilon of the bets on high or low scores of all inputs."""
 
-LOW = ((1.0, 0.9), (1.0, 0.7), (1.0, 0.45), (1.0, 0.2))
-"""Share and exponent of the bets on low scores."""
+OUTLIERS = ((0.3, 0.2), (0.1, 0.15), (0.03, 0.1), (0.01, 0.1))
+"""Share and exponent of the bets on high scores of a few inputs."""
 
 DECILES = 10
-BETS = len(HIGH) + len(LOW) + DECILES
+BETS = 2 * len(SHIFTS) + len(OUTLIERS) + DECILES
 
 SMALLEST = 2.0**-53
 """Smallest p-value on which bets are settled. Larger factors would be possible, so the rounding is conservative."""
@@ -44,11 +41,11 @@ SMALLEST = 2.0**-53
 def log_factors(p_values: Array) -> Array:
     """Return the logarithms (B, n) of the bets' factors at p-values (n,)."""
     rows = []
-    for bets, values in ((HIGH, p_values), (LOW, 1 - p_values)):
+    for bets, values in ((SHIFTS + OUTLIERS, p_values), (SHIFTS, 1 - p_values)):
         logs = np.log(np.maximum(values, SMALLEST))
         for share, exponent in bets:
-            slope = np.log(exponent) + (exponent - 1) * logs
-            rows.append(slope if share == 1 else np.log1p(share * np.expm1(slope)))
+            log_density = np.log(exponent) + (exponent - 1) * logs
+            rows.append(log_density if share == 1 else np.log1p(share * np.expm1(log_density)))
     deciles = np.minimum((p_values * DECILES).astype(int), DECILES - 1)
     concentrated = np.full((DECILES, len(p_values)), np.log(0.5))
     concentrated[deciles, np.arange(len(p_values))] = np.log(0.5 + DECILES / 2)
