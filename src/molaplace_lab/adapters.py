@@ -207,7 +207,7 @@ class ShuffledByLength(Shuffled):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         lengths = (self.data.inputs != 0).sum(1)
         batches: list[Tensor] = []
-        for rows in torch.split(torch.randperm(len(self.data)), self.pool * self.batch_size):
+        for rows in torch.split(torch.randperm(len(self.data))[: self.images], self.pool * self.batch_size):
             batches += torch.split(rows[lengths[rows].argsort(stable=True)], self.batch_size)
         for index in torch.randperm(len(batches)).tolist():
             rows = batches[index]

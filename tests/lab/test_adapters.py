@@ -64,6 +64,8 @@ def test_batches_hold_every_row_once_and_little_padding():
     padded = sum(len(rows) * int(rows.sum(1).max()) for rows, _ in batches)
     assert padded < 1.2 * int(lengths.sum())
     assert not torch.equal(next(iter(loader))[1], next(iter(loader))[1])
+    part = replace(loader, images=100)
+    assert sum(len(labels) for _, labels in part) == 100
 
 
 @pytest.mark.usefixtures("_encoder")
