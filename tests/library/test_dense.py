@@ -386,6 +386,7 @@ WRONG_LABELS = {
     "one for each input": (lambda y: y[:, 0, 0], r"of shape \(6, 5, 7\).*got labels of shape \(6,\)"),
     "another size": (lambda y: y.repeat_interleave(2, 1), r"got labels of shape \(6, 10, 7\).*size of the outputs"),
     "one-hot": (lambda y: functional.one_hot(y, CLASSES).movedim(-1, 1), "not one-hot"),
+    "numbered from 1": (lambda y: y.clamp(min=1) + 1, r"labels must lie in \[0, 2\].*labels - 1.*ignore_index=3"),
     "out of range": (lambda y: y + 2, r"labels must lie in \[0, 2\]"),
 }
 

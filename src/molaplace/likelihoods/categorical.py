@@ -147,8 +147,11 @@ class Categorical(ClassificationLikelihood):
                 f"Remove padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
                 f"ignore_index={high if high >= classes else low}."
             )
-            if (low, high) == (1, classes):
-                remedy = "Class indices start at 0, so pass labels - 1."
+            if low >= 1 and high == classes:
+                remedy = (
+                    f"If the classes are numbered from 1 to {classes}, pass labels - 1. If {classes} marks positions to ignore, remove "
+                    f"them or, for dense outputs, pass ignore_index={classes}."
+                )
             raise DataError(
                 f"labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to {high}. {remedy}",
                 place=where,
