@@ -115,7 +115,9 @@ def test_multi_label_data_count_known_labels_and_cluster_inputs():
     labels = (inputs[:, :3] > 0).float()
     labels[::7, 1], labels[3] = math.nan, -100
     ensemble = mola.ensemble([network(3), network(3, 1)], likelihood="bernoulli")
-    estimates = mola.evaluate(ensemble, loader((inputs, labels)), ood={"far": [4 * inputs]})["MoLA", "test"]
+    estimates = mola.evaluate(ensemble, loader((inputs, labels)), ood={"far": [4 * inputs]})["ensemble", "test"]
+    alone = mola.ensemble(ensemble.networks[0], likelihood="bernoulli")
+    assert list(mola.evaluate(alone, loader((inputs, labels))).entries) == [("network", "test")]
     probs = ensemble(inputs).double()
     known = ~(labels.isnan() | (labels == -100))
     right = torch.where(labels > 0.5, probs, 1 - probs)

@@ -21,6 +21,7 @@ from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
 from molaplace.evaluation.columns import PredictionColumns, flatten_positions
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
+from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating, labels_of_logits
@@ -103,7 +104,7 @@ def evaluate(
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable that maps inputs to probabilities of shape (n, C); or
-            a dict that maps names to predictors.
+            a dict that maps names to predictors. A single one is named by its type, or "network" or "ensemble" if it has no covariance.
         test_loader: batches of (inputs, labels). Every loader is read once per predictor.
         ood: loaders of outliers, keyed by name; labels are ignored.
         shifted: loaders keyed by name, with labelled data that differ from the test data, such as corrupted images.
@@ -120,7 +121,7 @@ def evaluate(
             argument="predictors",
         )
     if not isinstance(predictors, Mapping):
-        predictors = {getattr(predictors, "__name__", type(predictors).__name__): predictors}
+        predictors = {_name_of(predictors): predictors}
     shifted_loaders = _by_name(shifted, "shifted", "blur")
     outlier_loaders = _by_name(ood, "ood", "noise")
     labelled = {"test": test_loader, **shifted_loaders}
@@ -153,6 +154,12 @@ def evaluate(
             if set_name in labelled and "correct" in columns.data:
                 bins[name, set_name] = metrics.bin_sums(columns.data["confidence"], columns.data["correct"])
     return Evaluation(entries, counts, bins)
+
+
+def _name_of(predictor: Any) -> str:
+    if isinstance(predictor, LaplaceMixture) and predictor.structure is None:
+        return "network" if len(predictor.networks) == 1 else "ensemble"
+    return getattr(predictor, "__name__", type(predictor).__name__)
 
 
 def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[Any]]:
