@@ -251,16 +251,11 @@ def _notes_on_count(num_data: float, num_networks: int) -> tuple[str, ...]:
     if num_data >= FEW:
         return ()
     sharper = float(negative_log_prior(math.log(0.5))) / num_data
-    changes = f"temperature 0.5 must lower the mean log loss by more than {sharper:.2g}"
+    changes = f"probabilities are sharpened (temperature 0.5) only if that lowers the mean log loss by more than {sharper:.2g}"
     if num_networks > 1:
-        changes += f", and full pooling by more than {float(negative_log_prior(0.0, 0.0)) / num_data:.2g}"
+        changes += f", and logits averaged (full pooling) only if by more than {float(negative_log_prior(0.0, 0.0)) / num_data:.2g}"
     count = counted(round(num_data), "independent validation datum", "independent validation data")
-    return (
-        warned(
-            f"only {count}, so a weak prior keeps the posterior near the plain ensemble: {changes}. Pass at least {FEW} to let the data "
-            f"decide."
-        ),
-    )
+    return (warned(f"only {count}, too few to tune the posterior reliably: {changes}. Pass at least {FEW}."),)
 
 
 def _notes(temperature: float) -> tuple[str, ...]:
