@@ -125,13 +125,6 @@ def test_a_batch_is_read_as_inputs_and_labels(form):
     assert batch.labels is None if labels is None else torch.equal(batch.labels, labels)
 
 
-@pytest.mark.parametrize("key", ["label", "label_ids"])
-def test_labels_under_another_key_are_not_taken_for_inputs(key):
-    with pytest.raises(DataError, match=f"batch 2: .*'{key}'.*Rename"):
-        as_batch({"x": X, key: Y}, "batch 2")
-    assert as_batch({"x": X, key: Y, "labels": Y}, "batch 2").inputs.keys() == {"x", key}
-
-
 # --- calls --------------------------------------------------------------------------------------------------------------
 
 

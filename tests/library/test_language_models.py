@@ -131,6 +131,35 @@ def test_labels_of_other_models_stay_where_they_are():
         check_equal(ours, mola.fit(network, [(TOKENS, LABELS)], progress=False))
 
 
+INPUTS = {"input_ids": TOKENS, "attention_mask": MASK}
+CLASSES = torch.arange(12) % 3
+
+
+@pytest.mark.parametrize(
+    ("others", "key"),
+    [
+        ({"label": CLASSES}, "label"),
+        ({"label_ids": CLASSES}, "label_ids"),
+        ({"length": CLASSES, "intent": CLASSES}, "intent"),
+        ({"tags": TOKENS}, "tags"),
+        ({"labels": CLASSES, "intent": CLASSES}, None),
+        ({"token_type_ids": MASK, "special_tokens_mask": MASK, "position_ids": MASK}, None),
+        ({"scores": CLASSES.double(), "overflow_to_sample_mapping": CLASSES}, None),
+    ],
+)
+def test_training_labels_that_a_model_would_ignore_are_refused(others, key):
+    torch.manual_seed(0)
+    sizes = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "num_labels": 3}
+    config = transformers.DistilBertConfig(vocab_size=VOCABULARY, **sizes)
+    network = transformers.DistilBertForSequenceClassification(config).eval()
+    batches = [{**INPUTS, **others}]
+    if key is not None:
+        with pytest.raises(DataError, match=f"batch 0 of the training loader.*ignore its key '{key}'.*Rename"):
+            mola.fit(network, batches, progress=False)
+    posterior = mola.fit(network, batches, progress=False) if key is None else mola.ensemble(network)
+    assert len(posterior.predict(batches)) == 12  # predictions need no labels
+
+
 class Answers(nn.Module):
     """A language model that chooses among a few tokens at the last position."""
 

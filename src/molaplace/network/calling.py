@@ -56,12 +56,6 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
     if isinstance(raw, Mapping):
         inputs = {key: value for key, value in raw.items() if key != LABELS}
         labels = raw.get(LABELS)
-        other_key = next((key for key in ("label", "label_ids") if labels is None and key in raw), None)
-        if other_key is not None:  # models of transformers would ignore it
-            raise DataError(
-                f"the mapping has the key {other_key!r} but no {LABELS!r}. Rename it, as DataCollatorWithPadding of transformers does.",
-                place=batch_name,
-            )
         if not inputs:
             raise DataError(
                 f"expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}.",
@@ -250,6 +244,43 @@ def signature_of(network: nn.Module) -> inspect.Signature:
     while isinstance(network, (LogitsOf, Branch)):
         network = unwrapped(network._orig_mod if isinstance(network, LogitsOf) else network.trunk)
     return inspect.signature(network.forward)
+
+
+def check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: str) -> None:
+    """Raise `DataError` if a mapping without labels may hold them under another key, which models of transformers ignore."""
+    if batch.labels is not None or not isinstance(batch.inputs, Mapping):
+        return
+    for network in networks:
+        keys = [key for key in ("label", "label_ids") if key in batch.inputs] or _ignored_keys(network, batch.inputs)
+        if keys:
+            raise DataError(
+                f"the mapping has no {LABELS!r}, and {type(unwrapped(network)).__name__} would ignore its key {keys[0]!r}. Rename the key "
+                f"if it holds the labels, as DataCollatorWithPadding of transformers does with 'label'. Otherwise, remove it.",
+                place=batch_name,
+            )
+
+
+def _ignored_keys(network: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    # Return the keys of integers, one or a row for each input, that models of transformers accept by **kwargs without reading them.
+    kinds = "".join(parameter.kind.name for parameter in signature_of(network).parameters.values())
+    models = [
+        module for module in network.modules() if "PreTrainedModel" in {kind.__name__ for kind in type(module).__mro__}
+    ]
+    if "VAR_KEYWORD" not in kinds or not models:
+        return []
+    named = {name for module in (network, *models) for name in signature_of(module).parameters}
+    size = next((len(value) for key, value in inputs.items() if key in named and isinstance(value, Tensor)), None)
+    return [
+        key
+        for key, value in inputs.items()
+        if key not in named
+        and key not in ("length", "overflow_to_sample_mapping")  # of tokenizers
+        and not key.endswith(("_mask", "token_type_ids", "position_ids"))
+        and isinstance(value, Tensor)
+        and value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        and value.dim() in (1, 2)
+        and len(value) == size
+    ]
 
 
 def check_network(network: nn.Module) -> None:

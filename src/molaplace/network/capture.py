@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, batches, run, trunks_run_once, unwrapped
+from molaplace.network.calling import Inputs, batches, check_label_key, run, trunks_run_once, unwrapped
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.network.next_tokens import labels_of_logits
@@ -298,6 +298,8 @@ def stream(
                     else f"{batch_name} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
             had_labels = labels is not None
+            if labelled is None:
+                check_label_key(networks, batch, batch_name)
             with located(batch_name), torch.no_grad():
                 captured = capture(networks, heads, inputs, likelihood)
                 captured.check_logits(networks, inputs, likelihood)
