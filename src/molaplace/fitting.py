@@ -28,6 +28,7 @@ from molaplace.network import (
     check_loader,
     check_network,
     check_positions,
+    check_positions_labelled,
     evaluating,
     find_heads,
     head_by_name,
@@ -285,8 +286,11 @@ def _heads_and_batches(
         batches = batches if first is None else chain([first], batches)
     heads = None
     if first is not None:
-        inputs = as_batch(first, "batch 0 of the training loader").inputs
-        heads = find_heads(networks, names, inputs, likelihood)
+        place = "batch 0 of the training loader"
+        batch = as_batch(first, place)
+        heads = find_heads(networks, names, batch.inputs, likelihood)
+        if heads[0].dense_axes == 1:  # before the size of a whole vocabulary is refused
+            check_positions_labelled(networks, batch, heads[0].outputs, place)
     descriptions = [(head.name, head.every_position, head.dense_axes) for head in heads or ()]
     descriptions = next((others for others in team.collect(descriptions) if others), [])
     if not descriptions:

@@ -223,6 +223,14 @@ def test_wrong_tokens_are_named(settings, message):
         mola.fit(build(), loader(ALL), **settings, progress=False)
 
 
+@pytest.mark.parametrize("run", [mola.fit, lambda model, batches: mola.evaluate(mola.ensemble(model), batches)])
+def test_labels_of_whole_texts_ask_for_tokens(run, monkeypatch):
+    """Even if a fit of the whole vocabulary does not fit into memory."""
+    monkeypatch.setattr("molaplace.structures.base.free_memory", lambda: 0)
+    with pytest.raises(DataError, match=r"batch 0 of .*shape \(8,\).*logits for 30 tokens.*tokens=\["):
+        run(build(), loader(ALL))
+
+
 class PackedLinear(nn.Module):
     """A quantised layer, whose weights are integers."""
 

@@ -32,7 +32,7 @@ from molaplace.network.capture import (
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from molaplace.network.head import Head, find_head, head_by_name
-from molaplace.network.next_tokens import labels_of_logits
+from molaplace.network.next_tokens import check_positions_labelled, labels_of_logits
 from molaplace.network.resized import Resized
 from molaplace.network.token_choice import TokenChoice, token_ids
 from molaplace.network.views import StateChecksums, adapters, parts_of, state_checksums
@@ -67,6 +67,7 @@ __all__ = [
     "check_logits",
     "check_network",
     "check_positions",
+    "check_positions_labelled",
     "drawn_positions",
     "evaluating",
     "find_head",

@@ -26,11 +26,14 @@ def labels_of_logits(
     of each text is ignored. All other labels are returned unchanged.
 
     Raises:
-        DataError: if labels in a mapping are already shifted, or labels beside a tensor of tokens are not.
+        DataError: if labels in a mapping are already shifted, or labels beside a tensor of tokens are not, or if texts have one label.
     """
     labels = batch.labels
     check_choices(networks, batch, outputs, place)
-    if labels is None or len(outputs) != 3 or labels.shape != outputs[:2]:
+    if labels is None or len(outputs) != 3:
+        return labels
+    check_positions_labelled(networks, batch, outputs[2], place)
+    if labels.shape != outputs[:2]:
         return labels
     if not any(_is_causal(network, outputs[2]) for network in networks):
         return labels
@@ -58,6 +61,18 @@ def labels_of_logits(
         )
     last = torch.full_like(labels[:, :1], ignore_index)
     return torch.cat([labels[:, 1:], last], dim=1)
+
+
+def check_positions_labelled(networks: Sequence[nn.Module], batch: Batch, vocabulary: int, place: str) -> None:
+    """Raise `DataError` if each text has a single label, but a causal language model has logits for its vocabulary at every position."""
+    labels = batch.labels
+    if labels is not None and labels.dim() == 1 and any(_is_causal(network, vocabulary) for network in networks):
+        raise DataError(
+            f"the labels have shape {tuple(labels.shape)}, one for each text, but a causal language model has logits for {vocabulary:,} "
+            f"tokens at every position. If the labels are answers of one token, name these tokens, such as tokens=[' A', ' B'] with "
+            f"tokenizer=tokenizer. For next tokens, pass labels equal to input_ids.",
+            place=place,
+        )
 
 
 def _is_causal(network: nn.Module, width: int) -> bool:
