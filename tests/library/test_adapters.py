@@ -230,7 +230,7 @@ def test_adapters_of_a_language_model_choose_among_tokens(tmp_path):
     with pytest.raises(
         StorageError, match=r"of the tokens or the adapter differ.*those of the language model are the same"
     ):
-        mola.load(tmp_path, views, tokens=[3, 5, 8])
+        mola.load(tmp_path, views[::-1], tokens=[3, 5, 7])
 
 
 # --- files --------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Classes that are tokens: the posterior of a language model that chooses among a few tokens is that of a module written by hand."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -153,7 +155,8 @@ def test_posteriors_are_saved_loaded_and_shared_with_their_tokens(tmp_path):
     loaded = mola.load(tmp_path / "posterior", models, tokens=TOKENS)
     assert torch.equal(loaded(batch), posterior(batch))
     for tokens in ([7, 2, 18], None):
-        with pytest.raises(mola.errors.StorageError, match=r"networks\[0\].*`tokens`"):
+        message = rf"networks\[0\].*fitted with the tokens \[7, 2, 19\], got {re.escape(str(tokens))}. Pass tokens=\[7"
+        with pytest.raises(mola.errors.StorageError, match=message):
             mola.load(tmp_path / "posterior", models, tokens=tokens)
     mola.hub.save(posterior, tmp_path / "model")
     shared = mola.load(tmp_path / "model")  # nothing but the folder

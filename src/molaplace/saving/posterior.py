@@ -17,6 +17,7 @@ from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
 from molaplace.network import (
     StateChecksums,
+    TokenChoice,
     check_positions,
     evaluating,
     head_by_name,
@@ -35,7 +36,9 @@ from molaplace.structures import STRUCTURES, Structure
 from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
-CHECKSUMS: dict[str, Any] = {"network": str, "adapter": Optional(str)}
+NETWORK: dict[str, Any] = {"network": str, "adapter": Optional(str), "tokens": Optional([int])}
+"""Checksums of a network, and the ids of the tokens among which it chooses."""
+
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 HEAD = {
     "name": str,
@@ -63,7 +66,7 @@ MIXTURE = {
 SCHEMA = {
     "structure": {"name": str},
     **MIXTURE,
-    "components": [{**CHECKSUMS, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
+    "components": [{**NETWORK, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
 }
 
 
@@ -109,7 +112,9 @@ def pack_components(
     with evaluating(*posterior.networks):
         checksums = state_checksums(posterior.networks)
         parts = [
-            checksums[index]._asdict() | entry_of(index, component, layers[index]) | entries[index]
+            {**checksums[index]._asdict(), "tokens": _tokens_of(component.network)}
+            | entry_of(index, component, layers[index])
+            | entries[index]
             for index, component in enumerate(posterior.components)
         ]
     return {**document, "components": parts}, tensors
@@ -192,14 +197,21 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
 
 
 def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `StorageError` unless the networks' checksums match those of the saved components, in the same order."""
-    remedy = (
-        f"Pass the same {counted(len(parts), 'network')}, with the order, the precision and any `tokens` unchanged."
-    )
+    """Raise `StorageError` unless the networks' tokens and checksums match those of the saved components, in the same order."""
+    remedy = f"Pass the same {counted(len(parts), 'network')}, with the order and the precision unchanged."
     if len(networks) != len(parts):
         raise StorageError(
             f"expected the posterior's {counted(len(parts), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
+    for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
+        tokens = part["tokens"]
+        if _tokens_of(network) != tokens:
+            raise StorageError(
+                "the posterior was fitted without tokens. Remove tokens= from mola.load."
+                if tokens is None
+                else f"the posterior was fitted with the tokens {tokens}, got {_tokens_of(network)}. Pass tokens={tokens} to mola.load.",
+                place=f"networks[{index}]",
+            )
     current = state_checksums(networks)
     saved = [StateChecksums(part["network"], part["adapter"]) for part in parts]
     for index, (checksums, expected) in enumerate(zip(current, saved, strict=True)):
@@ -209,6 +221,10 @@ def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, A
                 f"{_difference(networks[index], checksums, expected)}.{hint} {remedy}",
                 place=f"networks[{index}]",
             )
+
+
+def _tokens_of(network: nn.Module) -> list[int] | None:
+    return network.tokens.tolist() if isinstance(network, TokenChoice) else None
 
 
 def _difference(network: nn.Module, current: StateChecksums, saved: StateChecksums) -> str:

@@ -17,7 +17,7 @@ from molaplace.likelihoods import CATEGORICAL
 from molaplace.options import one_of
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, unpack_sums
-from molaplace.saving.posterior import CHECKSUMS, MIXTURE, check_networks, pack_components, unpack_mixture
+from molaplace.saving.posterior import MIXTURE, NETWORK, check_networks, pack_components, unpack_mixture
 from molaplace.saving.schema import Optional
 from molaplace.sums import Sums
 from molaplace.whole.jacobians import Block, WeightLayout
@@ -27,7 +27,7 @@ from molaplace.whole.structures import NAMES, WholeStructure
 KIND = "whole-posterior"
 CHOSEN = "chosen"  # name of the tensor that holds the indices of a subnetwork's weights; all other tensors are sums
 BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
-COMPONENT: dict[str, Any] = {**CHECKSUMS, "blocks": [BLOCK], "outputs": int}
+COMPONENT: dict[str, Any] = {**NETWORK, "blocks": [BLOCK], "outputs": int}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
