@@ -651,14 +651,17 @@ RUN_METRICS = {
 
 
 def _runs(name: str) -> str:
-    """Return a metric in every run of a suite, as in "clinc-lora test nll": runs, their mean, and the difference from DE-L."""
+    """Return a metric in every run of a suite, as in "clinc-lora test nll": runs, their mean, and the difference from DE-L.
+
+    Methods with a single run are left out, because they have no standard errors.
+    """
     suite, set_name, metric = name.split(" ")
     title, form, factor = RUN_METRICS[metric]
     means = _suite(suite).numbers()(Quantity(set_name, metric), factor)
     runs = sorted({run for mean in means.values() if mean is not None for run in mean.by_run})
     rows = []
     for method, mean in means.items():
-        if mean is not None:
+        if mean is not None and len(mean.by_run) > 1:
             gap = mean.minus(means["DE-L"])
             difference = MISSING if method == "DE-L" else f"{gap.value:+{form}} ± {gap.error:{form}}"
             values = [format(mean.by_run[run], form) if run in mean.by_run else MISSING for run in runs]
