@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from molaplace.evaluation import Comparison, Lead, MethodResult, SetInfo
 from molaplace.report.comparison_tables import evaluation_tables
+from molaplace.report.words import evaluation_findings
 from molaplace.report.writing import evaluation_page
 from tests.made_up_results import SPREAD, record
 from tests.pages import Page
@@ -63,6 +66,30 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
     assert apart.best == [("MoLA", 2)]
     assert texts(apart)["MAP"][1] == f"{100 * (0.92 + SPREAD[0]):.1f} ± 0.4"
     assert texts(passing)["MAP"][0] == f"{100 * (0.08 - SPREAD[0]):.1f}", "no error is known"
+
+
+@pytest.mark.parametrize(
+    ("area", "error", "words"),
+    [(0.16, 0.004, "16.00 %, below"), (0.53, 0.02, "53.00 %, not clearly above"), (0.53, 0.01, "MoLA by entropy has")],
+)
+def test_no_method_wins_on_outliers_that_no_score_detects(area, error, words):
+    run = one_run()
+    (outside,) = [info.name for info in run.of_role("outlier")]
+    scores = {"max probability": {"auroc": area - 0.1, "fpr95": 0.9}, "entropy": {"auroc": area, "fpr95": 0.9}}
+    errors = {score: {"auroc": error} for score in scores}
+    best = run.methods["MoLA"]
+    outlier = replace(best.outliers[outside], scores=scores, errors=errors)
+    lead = replace(run.leads[outside]["auroc"], value=area)
+    run = replace(
+        run,
+        methods={**run.methods, "MoLA": replace(best, outliers={outside: outlier})},
+        leads={**run.leads, outside: {**run.leads[outside], "auroc": lead}},
+    )
+    verdict = evaluation_findings(run)["Outliers: <q>&.npz"]
+    detected = "MoLA" in words
+    assert words in verdict
+    assert verdict.startswith("No score detects this set") != detected
+    assert evaluation_tables(run)[1].best == ([("MoLA", 2)] if detected else [])
 
 
 def test_the_page_of_one_run_escapes_every_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -68,6 +69,13 @@ def detail_table(comparison: Comparison) -> Table | None:
     return _output_table(comparison) if comparison.regression else _class_table(comparison)
 
 
+def above_chance(comparison: Comparison, quantity: Quantity, method: str) -> bool:
+    """Return whether a method's AUROC by the quantity's score exceeds 50 % by more than `CLEAR` standard errors, if these are known."""
+    area = Numbers(comparison.methods)(replace(quantity, metric="auroc"))[method]
+    assert area is not None
+    return area.value - (0.0 if math.isnan(area.error) else CLEAR * area.error) > 0.5
+
+
 def comparison_table(
     comparison: Comparison, title: str, caption: str, columns: Sequence[Column], *, marked: bool = True
 ) -> Table:
@@ -78,6 +86,8 @@ def comparison_table(
         lead = comparison.leads.get(str(column.quantity.sets), {}).get(column.quantity.metric)
         entries = lead.clear if lead is not None and marked else ()
         leading = {name for name, *score in entries if score in ([], [column.quantity.score])}
+        if column.quantity.metric in OUTLIER_METRICS:
+            leading = {name for name in leading if above_chance(comparison, column.quantity, name)}
         return [name for name in values if name in leading]
 
     return quantity_table(title, caption, Numbers(comparison.methods), columns, best=clear_leads)
@@ -97,7 +107,9 @@ def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]
     first = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
     if comparison.regression:
         first = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
-    caption = f"{set_words(info)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
+    chance = "An AUROC of 50 corresponds to random guessing."
+    bold = f"{BOLD.format(' and score')}, and the AUROC is clearly above 50."
+    caption = f"{set_words(info)}, with standard errors. {chance} {bold}"
     below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
     areas = _by_score(comparison, info, "auroc")
     rates = _by_score(comparison, info, "fpr95")

@@ -7,7 +7,8 @@ from typing import Any
 
 from molaplace.evaluation import CLEAR, TIE, Comparison, Estimate, LabelledResult, Lead
 from molaplace.evaluation.leads import Name
-from molaplace.report.comparison_tables import SCORE_HEADINGS
+from molaplace.report.comparison_tables import SCORE_HEADINGS, above_chance
+from molaplace.report.numbers import Quantity
 
 DESCRIPTIONS = {
     "MAP": "the first network, unchanged",
@@ -49,9 +50,18 @@ def evaluation_findings(comparison: Comparison) -> dict[str, str]:
         )
     outliers = comparison.of_role("outlier")
     for info in outliers:
-        lead = comparison.leads[info.name]["auroc"]
-        findings[f"Outliers: {info.title}"] = lead_sentence(lead, "the highest AUROC")
+        findings[f"Outliers: {info.title}"] = _outlier_sentence(comparison, info.name)
     return findings if outliers else findings | {"Outliers": "Not measured: add `--ood DATA`."}
+
+
+def _outlier_sentence(comparison: Comparison, name: str) -> str:
+    # Name the best method, unless even its AUROC could be that of random guessing.
+    lead = comparison.leads[name]["auroc"]
+    method, score = lead.best
+    if above_chance(comparison, Quantity(name, "auroc", score), method):
+        return lead_sentence(lead, "the highest AUROC")
+    relation = "below" if lead.value < 0.5 else "not clearly above"
+    return f"No score detects this set. The highest AUROC is {100 * lead.value:.2f} %, {relation} the 50 % of random guessing."
 
 
 def _percent(result: LabelledResult, metric: str) -> str:
