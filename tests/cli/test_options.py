@@ -87,7 +87,7 @@ def test_a_job_comes_back_from_its_file(workspace, price):
         ("rul = 'nll'", "Did you mean 'rule'"),
         ("prior-precision = 'x'", "prior_precision: .*not a valid float"),
         ("resize = [1, 2, 3]", "height and width"),
-        ("structure = 'cron'", "structure: 'cron' is not one of"),
+        ("structure = 'cron'", "structure: 'cron' is not one of .* Did you mean 'kron'?"),
         ("mean = 'a'", "numbers"),
         ("classes = ['a']", "names"),
         ("seed = -1", "not in the range"),

@@ -25,7 +25,7 @@ import click
 from molaplace import __version__
 from molaplace.errors import OptionError
 from molaplace.imported import is_path
-from molaplace.options import listed, one_of
+from molaplace.options import did_you_mean, listed, one_of
 
 RUN = "Run"
 MORE = "More options"
@@ -104,11 +104,20 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
     return parameter
 
 
+class _Choice(click.Choice):  # type: ignore[type-arg]  # generic only from click 8.2 on
+    # Add a hint to the message for an unknown name.
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            raise click.BadParameter(error.message + did_you_mean(value, list(self.choices)), ctx, param) from error
+
+
 def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
     if settings["parse"] is not None:
         return settings["parse"]
     if settings["choices"]:
-        return click.Choice(list(settings["choices"]))
+        return _Choice(list(settings["choices"]))
     if settings["minimum"] is not None:
         return click.IntRange(settings["minimum"], settings["maximum"])
     return click.STRING if kind is tuple else kind
