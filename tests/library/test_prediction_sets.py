@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import molaplace as mola
 from molaplace.decisions.calibration import Calibration
@@ -137,6 +138,17 @@ def test_wrong_use_is_refused():
         with pytest.raises(error, match=words):
             mola.prediction_sets(probs, labels, **options)
     for error, words, call in (
+        (DataError, r"mola\.Prediction.*got a DataLoader", lambda: plain(DataLoader(probs))),
+        (
+            DataError,
+            r"mola\.Prediction.*got a DataLoader",
+            lambda: mola.abstain_threshold(DataLoader(probs), labels, 0.5),
+        ),
+        (
+            DataError,
+            r"mola\.Prediction.*got a DataLoader",
+            lambda: mola.abstain_threshold(probs, labels, 0.9)(DataLoader(probs)),
+        ),
         (DataError, "4 classes; got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
         (OptionError, "least_probability exists only", lambda: by_class.least_probability),
     ):

@@ -47,7 +47,6 @@ from molaplace.decisions.calibration import Calibration, probs_of
 from molaplace.decisions.ranks import ROUNDING, as_numbers
 from molaplace.decisions.threshold import OWN, Threshold
 from molaplace.errors import DataError
-from molaplace.numerics import as_tensor
 from molaplace.options import check_share, counted
 from molaplace.prediction import Prediction
 
@@ -82,7 +81,7 @@ class AnswerThreshold(Threshold):
         if isinstance(prediction, Prediction):
             self._check(prediction)
             return self._above(prediction.confidence)
-        values = as_tensor(prediction)
+        values = self._numbers(prediction)
         if values.ndim == 2 and self.score != OWN:  # probabilities from any library
             values = probs_of(values).amax(1)
         return self._above(values)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from molaplace.decisions.ranks import as_numbers
+from molaplace.decisions.threshold import not_a_prediction
 from molaplace.errors import DataError
 from molaplace.prediction import Prediction, RegressionPrediction
 
@@ -33,7 +34,10 @@ def probs_of(prediction: Any) -> Tensor:
             "expected probabilities of classes, got a RegressionPrediction. For regression, use mola.prediction_intervals."
         )
     values = prediction.probs if hasattr(prediction, "probs") else prediction
-    probs = as_numbers(values, "prediction")
+    try:
+        probs = as_numbers(values, "prediction")
+    except DataError as error:
+        raise not_a_prediction(prediction, "probabilities (n, C)") from error
     if probs.ndim > 2:
         raise DataError(
             f"expected one row of probabilities for each input, got predictions for each position, of shape {tuple(probs.shape)}. "

@@ -6,13 +6,21 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from molaplace.errors import OptionError
+from molaplace.errors import DataError, OptionError
 from molaplace.fingerprints import check_fingerprint
 from molaplace.numerics import as_tensor
 from molaplace.prediction import Prediction, RegressionPrediction
 
 OWN = "own"
 """Name of a score that the user computed."""
+
+
+def not_a_prediction(value: object, otherwise: str) -> DataError:
+    """Return an error for a value, such as a data loader, that is neither a prediction nor what `otherwise` says."""
+    return DataError(
+        f"must be a mola.Prediction or {otherwise}, got a {type(value).__name__}. For a data loader, pass posterior.predict(loader).",
+        argument="prediction",
+    )
 
 
 class Threshold(float):
@@ -32,7 +40,13 @@ class Threshold(float):
         return threshold
 
     def _above(self, scores: Any) -> Tensor:
-        return as_tensor(scores).double() > float(self)  # in float64, as when the threshold was chosen
+        return self._numbers(scores).double() > float(self)  # in float64, as when the threshold was chosen
+
+    def _numbers(self, values: Any) -> Tensor:
+        try:
+            return as_tensor(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise not_a_prediction(values, "numbers") from error
 
     def _check(self, prediction: Prediction | RegressionPrediction) -> None:
         if self.score == OWN:
