@@ -47,6 +47,14 @@ def import_function(name: str) -> Callable[..., Any]:
     with _current_folder_first() as folder:
         try:
             module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or module_name
+            if missing != module_name and not module_name.startswith(f"{missing}."):
+                raise OptionError(f"cannot import {name!r}: it imports {missing!r}, which is not installed.") from error
+            raise OptionError(
+                f"cannot import {name!r}: there is no module {missing!r} in {folder} or among the installed packages. Run the command in "
+                f"the folder that contains it."
+            ) from error
         except Exception as error:  # the user's code may raise any exception
             raise OptionError(f"cannot import {name!r} ({type(error).__name__}: {error}).") from error
     function = getattr(module, attribute, None)

@@ -52,7 +52,7 @@ def test_networks_by_name_and_by_import(workspace, tmp_path):
         (["{m}:build"], ["strange"], "strange contains no weights"),
         (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 weight files for 2 networks"),
         (["{m}:gone"], ["0"], "has no function 'gone'"),
-        (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here:build'"),
+        (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here:build': there is no module"),
         (["{m}:broken"], ["0"], "failed .KeyError"),
         (["{m}:nothing"], ["0"], "returned int; expected a network"),
         (["train"], [], r"train contains no config\.json"),

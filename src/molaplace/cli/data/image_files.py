@@ -80,8 +80,8 @@ def read_pixels(path: Path, preprocessing: Preprocessing) -> tuple[Tensor | None
     if preprocessing.shape is not None and tuple(pixels.shape) != preprocessing.shape:
         height, width = preprocessing.shape[-2:]
         return None, (
-            f"has {pixels.shape[1]} x {pixels.shape[2]} pixels (height x width), expected {height} x {width}; use "
-            f"`molaplace fit --resize {height}x{width}` to resize all images"
+            f"has {pixels.shape[1]} x {pixels.shape[2]} pixels (height x width), expected {height} x {width}; resize "
+            f"the images to this size, or fit (again) with --resize {height}x{width}, which then resizes all images"
         )
     return pixels, ""
 
