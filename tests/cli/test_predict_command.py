@@ -212,6 +212,7 @@ WRONG_USE = {
     "by class alone": ("classes", ["--by-class"], "--coverage"),
     "too few data": ("classes", ["--coverage", "0.999"], "too few"),
     "rate": ("classes", ["--false-alarm-rate", "5"], "above 0 and below 1"),
+    "rate of errors": ("classes", ["--error-rate", "0.0001"], "left out first"),
     "answers of labels": ("labels", ["--error-rate", "0.1"], "bernoulli"),
     "answers of a regression": ("regression", ["--error-rate", "0.1"], "one of several classes"),
     "classes of a regression": ("regression", ["--coverage", "0.9", "--by-class"], "one of several classes"),

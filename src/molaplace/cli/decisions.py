@@ -194,7 +194,12 @@ def make_decisions(
     intervals = None
     if error_rate is not None:
         calibration, score = _saved_calibration(fitted, "--error-rate")
-        with _naming("--error-rate"):
+        left_out = (
+            ""
+            if limit is None
+            else " Inputs above the outlier threshold are left out first, as they are never answered."
+        )
+        with _naming("--error-rate", left_out):
             # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
             quiet = (
                 calibration.confidence
@@ -218,8 +223,8 @@ def make_decisions(
 
 
 @contextmanager
-def _naming(option: str) -> Iterator[None]:
+def _naming(option: str, remark: str = "") -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise OptionError(str(error), place=option) from error
+        raise OptionError(f"{error}{remark}", place=option) from error

@@ -146,6 +146,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
             rows[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
         last = Column("mean width", digits=None)
         return [make_table("Decisions", caption, [Column("promised %"), Column("on test data %"), last], rows)]
+    caption += " Inputs above the outlier threshold are not answered."
     for answers in decisions.answers:
         rates = [None if rate is None else 100 * rate for rate in (answers.realised, answers.answered)]
         rows[f"wrong answers \N{LESS-THAN OR EQUAL TO} {100 * answers.promised:.0f} %"] = [
