@@ -256,7 +256,13 @@ def _accuracy_sentence(watch: Watch) -> str:
     if accuracy.value is not None and accuracy.low is not None and accuracy.high is not None:
         known = f"{100 * (watch.baseline.accuracy or 0):.1f} % on the validation data"
         interval = f"95 % interval {100 * accuracy.low:.1f} to {100 * accuracy.high:.1f} %"
-        return f"Expected accuracy of {recent}: {100 * accuracy.value:.1f} % ({interval}; {known})."
+        caution = (
+            "; it assumes inputs like the validation data, up to a moderate shift. After an alarm, check it with labels"
+        )
+        return (
+            f"Expected accuracy of {recent}: {100 * accuracy.value:.1f} % ({interval}; {known})"
+            f"{caution if watch.alarm else ''}."
+        )
     reasons = {
         "few inputs": "they are too few",
         "strange inputs": f"{100 * (accuracy.strange or 0):.0f} % of them are stranger than 99 % of the validation data",

@@ -79,10 +79,11 @@ class WatchLog:
             return
         document, tensors = read_folder(self.state, KIND, {**SCHEMA, "line": LINE})
         saved = Watch.unpack(document, tensors)
-        if not saved.same_origin(self.watch):
+        differences = saved.differences(self.watch)
+        if differences:
             raise StorageError(
-                f"{self.path} belongs to another posterior, other validation data or options. Pass those with which it was begun, or "
-                f"choose another --log."
+                f"{self.path} was begun with other settings. What differs: {', '.join(differences)}. Pass those with which it was "
+                f"begun, or choose another --log."
             )
         self.watch = saved
         last = document["line"]

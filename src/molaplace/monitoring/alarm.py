@@ -19,7 +19,7 @@ calm inputs allow for evidence of order n. This is no loss of alarms: an alarm o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Alarm:
     """Number of inputs."""
     began: int | None
     """Position at which the change began, if the alarm is raised."""
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[Contribution, ...] = field(repr=False)
     """The inputs since then that contributed most, strongest first; empty if the alarm is not raised."""
     stream: str = ""
     """Name of the stream with the largest evidence."""

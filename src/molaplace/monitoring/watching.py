@@ -28,7 +28,7 @@ from molaplace.monitoring.stream import Stream, WatchOptions
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
-from molaplace.saving.files import read_folder, write_folder
+from molaplace.saving.files import kind_of, read_folder, write_folder
 from molaplace.saving.schema import Optional
 
 KIND = "watch"
@@ -179,6 +179,8 @@ class Watch:
         accuracy = self.accuracy
         state = f"alarm, the change began at input {alarm.began:,}" if alarm else "no alarm"
         expected = accuracy.reason if accuracy.value is None else f"expected accuracy {accuracy.value:.1%}"
+        if alarm and accuracy.value is not None:
+            expected += ", which assumes at most a moderate shift: check it with labels"
         return f"Watch({counted(self.count, 'input')}: {state}, {expected})"
 
     # --- several processes, and files ---------------------------------------------------------------------------------
@@ -197,14 +199,26 @@ class Watch:
 
     def same_origin(self, other: Watch) -> bool:
         """Return True if both watches compare with the same validation data, with the same options."""
+        return not self.differences(other)
+
+    def differences(self, other: Watch) -> list[str]:
+        """Return what the other watch does not share, in words: options with both values, the posterior, or the validation data."""
+        differences = []
+        for name, value in asdict(self.options).items():
+            other_value = getattr(other.options, name)
+            if value != other_value:
+                differences.append(f"{name} ({value}, not {other_value})")
         scores = self.baseline.scores
         other_scores = other.baseline.scores
-        return (  # arrays have no single truth value, so the counts of scores are compared on their own
-            self.options == other.options
-            and self.baseline == replace(other.baseline, scores=scores)
+        if self.baseline.fingerprint != other.baseline.fingerprint:
+            differences.append("the posterior")
+        elif not (  # arrays have no single truth value, so the counts of scores are compared on their own
+            self.baseline == replace(other.baseline, scores=scores)
             and np.array_equal(scores.bins, other_scores.bins)
             and np.array_equal(scores.counts, other_scores.counts)
-        )
+        ):
+            differences.append("the validation data")
+        return differences
 
     def save(self, directory: str | Path) -> Path:
         """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete."""
@@ -213,6 +227,8 @@ class Watch:
     @classmethod
     def load(cls, directory: str | Path) -> Watch:
         """Read a watch from a folder written by `save`; raise `StorageError` if it is damaged."""
+        if kind_of(directory) is None:
+            raise StorageError(f"{directory} contains no watch. Pass a folder written by watch.save(...).")
         return cls.unpack(*read_folder(directory, KIND, SCHEMA))
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -314,7 +330,8 @@ def watch(
         name: name of the stream, for the streams of several processes.
 
     Returns:
-        A `Watch`. Call `watch.update(prediction)` for each batch, and read `alarm`, `accuracy` and `labelled` at any time.
+        A `Watch`. Call `watch.update(prediction)` for each batch, and read `alarm`, `accuracy` and `labelled` at any time. Inputs must
+        come in order of arrival or in random order, not sorted by class.
     """
     if not isinstance(posterior, Predictor):
         raise OptionError(
