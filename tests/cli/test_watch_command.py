@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -53,11 +54,15 @@ def test_the_log_and_the_page_hold_what_the_library_says(kind, watch_command, tm
     assert lines[-1]["inputs"] == 800
 
     fitted = kind.open()
+    saved = Watch.load(tmp_path / "watch.jsonl.state")
     watch = mola.watch(fitted.posterior, [kind.data("val")])
     for seed in range(2):
-        for part in torch.from_numpy(usual(seed)).split(256):
-            watch.update(fitted.posterior.predict(part))
-    saved = Watch.load(tmp_path / "watch.jsonl.state")
+        x = torch.from_numpy(usual(seed))
+        scores = fitted.posterior.predict(x).ood_score.double().numpy()
+        counted = saved.streams[0].window["score"][400 * seed : 400 * (seed + 1)]
+        assert np.sort(counted) == pytest.approx(np.sort(scores), abs=1e-5), "each input of a run, in another order"
+        order = np.argsort(scores)[np.argsort(np.argsort(counted))]
+        watch.update(fitted.posterior.predict(x[order]))
     assert saved.baseline.quantiles == pytest.approx(watch.baseline.quantiles, abs=1e-6)
     assert saved.accuracy.value == pytest.approx(watch.accuracy.value)
     assert saved.alarm.evidence == pytest.approx(watch.alarm.evidence, abs=1e-6)
@@ -91,24 +96,61 @@ def test_three_lines_and_json(kind, tmp_path):
         "Expected accuracy of the last 400 inputs",
         "Strangest inputs of this run, with their outlier scores",
     ]
+    page = (tmp_path / "log.html").read_text()
     again = run_command(*command)
     assert "all inputs of this run were in the log before" in again.stdout
+    assert (tmp_path / "log.html").read_text() == page, "the pictures stay"
     summary = json.loads(run_command(*command, "--json").stdout)
     assert (summary["inputs"], summary["alarm"]["raised"], summary["left_out"]) == (400, False, {})
     assert len(lines_of(tmp_path / "log.jsonl")) == 2, "inputs are counted once"
 
 
 @CLASSES
-def test_a_delivery_that_grows_is_counted_as_if_it_had_come_in_parts(watch_command, tmp_path):
+def test_a_delivery_that_grows_is_counted_once(watch_command, tmp_path):
     x = usual(0)
     whole, grown = (tmp_path / f"{name}.jsonl.state" for name in ("whole", "grown"))
     watch_command(x, log="whole.jsonl")
     for count in (100, 300, 300, 400):
         assert watch_command(x[:count], log="grown.jsonl").exit_code == 0
-    assert [line["size"] for line in lines_of(tmp_path / "grown.jsonl")] == [100, 156, 44, 100]
-    assert Watch.load(grown).alarm.evidence == pytest.approx(Watch.load(whole).alarm.evidence, abs=1e-6)
+    lines = lines_of(tmp_path / "grown.jsonl")
+    assert [line["size"] for line in lines] == [100, 200, 100]
+    digests = {digest for line in lines for digest in line["digests"]}
+    assert digests == {digest for line in lines_of(tmp_path / "whole.jsonl") for digest in line["digests"]}
+    assert Watch.load(grown).accuracy.value == pytest.approx(Watch.load(whole).accuracy.value)
     watch_command(x[::-1], log="grown.jsonl")
     assert Watch.load(grown).count == 800, "other contents under the same names are new inputs"
+
+
+@CLASSES
+def test_a_folder_sorted_by_class_is_no_change(kind, watch_command, tmp_path):
+    posterior = kind.open().posterior
+    x, labels = draw("classes", 1200, 300)
+    watch = mola.watch(posterior, [kind.data("val")])
+    order = np.argsort(labels, kind="stable")
+    assert watch.update(posterior.predict(torch.from_numpy(x[order]))).alarm, "in the order of the folder, it is one"
+    assert watch_command(x, log="shuffled.jsonl").exit_code == 0
+    assert watch_command(x[order], log="sorted.jsonl").exit_code == 0
+    for line in lines_of(tmp_path / "sorted.jsonl"):
+        assert line["digests"] == sorted(line["digests"])
+
+
+@CLASSES
+def test_an_alarm_of_low_scores_shows_its_inputs_and_doubts_the_accuracy(kind, tmp_path):
+    many = usual(1, 4000)
+    low = np.argsort(kind.open().posterior.predict(torch.from_numpy(many)).ood_score.numpy())[:200]
+    np.savez(tmp_path / "new.npz", x=np.concatenate([many[low], usual(0)]))
+    outcome = run_command("watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust")
+    assert outcome.exit_code == 3, outcome.exception
+    _, accuracy, shown = outcome.stdout.splitlines()
+    assert "After an alarm, check it with labels" in accuracy
+    assert shown.startswith("Inputs of this run that are the strongest evidence of the change")
+    watch = Watch.load(tmp_path / "log.jsonl.state")
+    scores = [float(score) for score in re.findall(r"\((-?[0-9.]+)\)", shown)]
+    assert len(scores) == 3
+    assert max(scores) < watch.baseline.quantiles[0], shown
+    text = Page((tmp_path / "log.html").read_text()).text
+    assert "After an alarm, check it with labels" in text
+    assert "at most a moderate shift" in repr(watch)
 
 
 @CLASSES

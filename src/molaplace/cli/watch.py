@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -19,7 +19,7 @@ from rich.markup import escape
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.data.dataset import Loader, SkippedInputs, as_loader_batch, read_batches
+from molaplace.cli.data.dataset import Dataset, InputBatch, Loader, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import SCORE, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_url
 from molaplace.cli.folder import PosteriorFolder, open_posterior
@@ -30,20 +30,25 @@ from molaplace.cli.watch_log import WatchLog
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError
 from molaplace.monitoring.baseline import LEVELS, Baseline
-from molaplace.monitoring.stream import WatchOptions
+from molaplace.monitoring.ranks import Array
+from molaplace.monitoring.stream import WatchOptions, columns_of
 from molaplace.monitoring.watching import Watch
 from molaplace.options import counted
-from molaplace.progress import Progress, no_progress
+from molaplace.progress import Progress
 
 ALARM = 3
 """Exit code of a run whose stream has left the validation data."""
+
+BATCH = 256
+"""Number of inputs of a line in the log."""
 
 NAMES_IN_LINE = 3
 """Number of the strangest inputs of a batch that its line in the log names."""
 
 PICTURES = 12
-"""Number of the strangest inputs of a run that the page shows."""
-
+"""Largest number of inputs of a run that the page shows."""
+STRANGEST = "Strangest inputs of this run"
+CONTRIBUTIONS = "Inputs of this run that are the strongest evidence of the change"
 
 LARGEST_PICTURE = 160
 """Largest side of these pictures, in pixels."""
@@ -55,7 +60,7 @@ class WatchCommandOptions(PosteriorOptions, RunOptions):
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
     inputs: str = option(
-        help="New inputs in order of arrival: a folder of images, .npz, .npy, .csv, or package.module:function",
+        help="New inputs, in any order: a folder of images, .npz, .npy, .csv, or package.module:function",
         argument=True,
     )
     log: Path = option(Path("watch.jsonl"), "Log to append to, a line for each batch; the page is written beside it")
@@ -68,13 +73,21 @@ class WatchCommandOptions(PosteriorOptions, RunOptions):
 
 
 @dataclass(frozen=True)
-class StrangeInput:
-    """One of the strangest inputs of a run."""
+class ShownInput:
+    """An input of a run that is shown to the user."""
 
     name: str
     score: float
-    inputs: Tensor | None
-    """The input (1, ...), or None if inputs are not single tensors."""
+    digest: int
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The inputs of a run that are shown to the user; none if the run has no new inputs."""
+
+    title: str
+    """What these inputs are."""
+    inputs: list[ShownInput]
 
 
 def watch(options: WatchCommandOptions) -> None:
@@ -84,7 +97,8 @@ def watch(options: WatchCommandOptions) -> None:
     over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
     inputs are strangest. If nothing changes, the probability that any run ever raises an alarm is at most --alpha. An alarm stays until
     you begin a new log. Inputs that are in the log already, with the same name and content, are passed over, so a delivery may be
-    repeated or grow. The exit code is 3 if there is an alarm, and 0 if not.
+    repeated or grow. The new inputs of a run are counted in a fixed pseudo-random order, so a folder may be sorted by class. The exit
+    code is 3 if there is an alarm, and 0 if not.
 
         molaplace watch posterior new-images/ --log watch.jsonl
     """
@@ -97,14 +111,16 @@ def watch(options: WatchCommandOptions) -> None:
     with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        log, strangest = run_watch(fitted, options, skipped, progress)
-    sentences = watch_sentences(log, strangest)
-    page = options.log.with_suffix(".html")
-    if strangest or not page.exists():  # a run without new batches keeps the page of the last run
-        baseline = log.watch.baseline
-        pictures = _pictures(fitted, strangest)
-        content = watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, pictures)
-        write_atomically(page, content.encode())
+        source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
+        log, shown = run_watch(fitted, options, source, skipped, progress)
+        sentences = watch_sentences(log, shown)
+        page = options.log.with_suffix(".html")
+        if shown.inputs or not page.exists():  # a run without new inputs keeps the page of the last run
+            baseline = log.watch.baseline
+            pictures = _pictures(fitted, source, shown.inputs)
+            content = watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, shown.title, pictures)
+            write_atomically(page, content.encode())
+        progress("done", 1.0)
     write_run(options, "watch", options.log.with_name(f"{options.log.name}.toml"))
     if options.as_json:
         readings = {name: asdict(getattr(log.watch, name)) for name in ("alarm", "accuracy")}
@@ -120,48 +136,65 @@ def watch(options: WatchCommandOptions) -> None:
 
 
 def run_watch(
-    fitted: PosteriorFolder, options: WatchCommandOptions, skipped: SkippedInputs, progress: Progress = no_progress
-) -> tuple[WatchLog, list[StrangeInput]]:
-    """Read the new inputs batch by batch, and write each to the log; return the closed log and the strangest inputs of the run."""
+    fitted: PosteriorFolder, options: WatchCommandOptions, source: Dataset, skipped: SkippedInputs, progress: Progress
+) -> tuple[WatchLog, Shown]:
+    """Predict the new inputs and write them to the log in the order of their digests; return the closed log and the inputs to show."""
     baseline = _baseline(fitted, options)
     new = Watch.of(
         baseline, WatchOptions(alpha=options.alpha, recent=options.recent, window=max(10_000, options.recent))
     )
-    source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
-    strangest: list[StrangeInput] = []
+    names: dict[int, str] = {}
+    parts: list[dict[str, Array]] = []
     used = 0
     with WatchLog(options.log, new) as log:
+        first = log.watch.count
         for batch in read_batches(source, Team.single(), lambda share: progress("watching", share)):
             if options.strict:
                 batch.check_strict()
             skipped.add(source.name, batch)
             if batch.inputs is None:
                 continue
-            names = [name for name, error in zip(batch.names, batch.errors, strict=True) if error is None]
-            used += len(names)
-            digests = _digests(names, batch.inputs)
-            new_rows = [row for row, digest in enumerate(digests) if digest not in log.digests]
+            usable = _usable_names(batch)
+            used += len(usable)
+            new_rows = []
+            for row, digest in enumerate(_digests(usable, batch.inputs)):
+                if digest not in log.digests and digest not in names:
+                    names[digest] = usable[row]
+                    new_rows.append(row)
             if not new_rows:
                 continue
-            names = [names[row] for row in new_rows]
             batch = batch._replace(inputs=tree_map(itemgetter(new_rows), batch.inputs))
             (prediction,) = fitted.posterior.predict_batches([as_loader_batch(batch._replace(labels=None))])
-            log.watch.update(prediction)
-            scores = log.watch.streams[0].window["score"][-len(names) :]
-            order = np.argsort(-scores, kind="stable")[:PICTURES]
-            strange = [
-                StrangeInput(
-                    names[index],
-                    float(scores[index]),
-                    batch.inputs[index : index + 1] if isinstance(batch.inputs, Tensor) else None,
-                )
-                for index in order
-            ]
-            strangest = sorted([*strangest, *strange], key=lambda entry: -entry.score)[:PICTURES]
-            log.add(_line(log, [digests[row] for row in new_rows], scores, strange[:NAMES_IN_LINE]))
+            parts.append(columns_of(prediction, baseline))
+        # The files may be sorted by class. In the order of the digests, which is pseudo-random, that is no change.
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        digests = np.array(list(names), dtype=np.int64)
+        inputs: list[ShownInput] = []
+        for rows in np.split(np.argsort(digests), range(BATCH, len(digests), BATCH)):
+            if len(rows):
+                batch_columns = {name: values[rows] for name, values in columns.items()}
+                log.watch.streams = (log.watch.streams[0].add_columns(batch_columns, log.watch.options),)
+                added = [
+                    ShownInput(names[digest], score, digest)
+                    for digest, score in zip(digests[rows].tolist(), batch_columns["score"].tolist(), strict=True)
+                ]
+                log.add(_line(log, added))
+                inputs += added
     skipped.require_some(used, source.name)
-    progress("done", 1.0)
-    return log, strangest
+    return log, _inputs_to_show(log.watch, first, inputs)
+
+
+def _inputs_to_show(watch: Watch, first: int, inputs: list[ShownInput]) -> Shown:
+    # After an alarm, which scores that are too low may raise too, the strangest inputs need not be its reason.
+    if watch.alarm:
+        contributions = watch.streams[0].contributions(first)
+        if contributions:
+            return Shown(CONTRIBUTIONS, [inputs[entry.position - first] for entry in contributions][:PICTURES])
+    return Shown(STRANGEST, sorted(inputs, key=lambda entry: -entry.score)[:PICTURES])
+
+
+def _usable_names(batch: InputBatch) -> list[str]:
+    return [name for name, error in zip(batch.names, batch.errors, strict=True) if error is None]
 
 
 def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline:
@@ -201,16 +234,17 @@ def _digests(names: Sequence[str], inputs: Any) -> list[int]:
     return digests
 
 
-def _line(log: WatchLog, digests: list[int], scores: Any, strange: list[StrangeInput]) -> dict[str, Any]:
+def _line(log: WatchLog, inputs: list[ShownInput]) -> dict[str, Any]:
+    strangest = sorted(inputs, key=lambda entry: -entry.score)[:NAMES_IN_LINE]
     alarm = log.watch.alarm
     accuracy = log.watch.accuracy
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "batch": len(log.lines) + 1,
         "inputs": log.watch.count,
-        "size": len(scores),
-        "digests": digests,
-        "scores": np.quantile(scores, LEVELS).tolist(),
+        "size": len(inputs),
+        "digests": [entry.digest for entry in inputs],
+        "scores": np.quantile([entry.score for entry in inputs], LEVELS).tolist(),
         "alarm": alarm.raised,
         "evidence": alarm.now,
         "threshold": alarm.threshold,
@@ -220,13 +254,13 @@ def _line(log: WatchLog, digests: list[int], scores: Any, strange: list[StrangeI
         "high": accuracy.high,
         "strange": accuracy.strange,
         "reason": accuracy.reason,
-        "strangest": [{"name": entry.name, "score": entry.score} for entry in strange],
+        "strangest": [{"name": entry.name, "score": entry.score} for entry in strangest],
     }
 
 
-def watch_sentences(log: WatchLog, strangest: list[StrangeInput]) -> list[str]:
-    """Return three sentences: the alarm, the accuracy, and the strangest inputs."""
-    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _strangest_sentence(strangest)]
+def watch_sentences(log: WatchLog, shown: Shown) -> list[str]:
+    """Return three sentences: the alarm, the accuracy, and the inputs to look at."""
+    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _shown_sentence(shown)]
 
 
 def _alarm_sentence(log: WatchLog) -> str:
@@ -272,27 +306,34 @@ def _accuracy_sentence(watch: Watch) -> str:
     return f"The accuracy on {recent} cannot be estimated: {why}."
 
 
-def _strangest_sentence(strangest: list[StrangeInput]) -> str:
-    if not strangest:
-        return "Strangest inputs: none, because all inputs of this run were in the log before."
-    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in strangest[:NAMES_IN_LINE])
-    return f"Strangest inputs of this run, with their outlier scores: {names}."
+def _shown_sentence(shown: Shown) -> str:
+    if not shown.inputs:
+        return "New inputs: none, because all inputs of this run were in the log before."
+    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in shown.inputs[:NAMES_IN_LINE])
+    return f"{shown.title}, with their outlier scores: {names}."
 
 
-def _pictures(fitted: PosteriorFolder, strangest: list[StrangeInput]) -> list[dict[str, Any]]:
-    # The strangest inputs, as pictures if they are pictures.
-    def urls() -> Iterator[str | None]:
-        for entry in strangest:
-            try:
-                if entry.inputs is None:
-                    raise OptionError("not a tensor")
-                sight = Sight(tuple(entry.inputs.shape[1:]), fitted.preprocessing)
-                image = sight.images(entry.inputs)[0]
-                image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
-                yield to_url(image)
-            except MolaError:
-                yield None
+def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[ShownInput]) -> list[dict[str, Any]]:
+    # Which inputs are shown is known only once all have been read, so these few are read again.
+    urls: dict[int, str | None] = dict.fromkeys(entry.digest for entry in inputs)
+    missing = set(urls)
+    for batch in source.batches():
+        if not missing:
+            break
+        if not isinstance(batch.inputs, Tensor):
+            continue
+        for row, digest in enumerate(_digests(_usable_names(batch), batch.inputs)):
+            if digest in missing:
+                missing.remove(digest)
+                urls[digest] = _picture(fitted, batch.inputs[row : row + 1])
+    return [{"name": entry.name, "score": entry.score, "url": urls[entry.digest]} for entry in inputs]
 
-    return [
-        {"name": entry.name, "score": entry.score, "url": url} for entry, url in zip(strangest, urls(), strict=True)
-    ]
+
+def _picture(fitted: PosteriorFolder, inputs: Tensor) -> str | None:
+    # A data URL, or None if the input is no picture.
+    try:
+        image = Sight(tuple(inputs.shape[1:]), fitted.preprocessing).images(inputs)[0]
+    except MolaError:
+        return None
+    image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
+    return to_url(image)

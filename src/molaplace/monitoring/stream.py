@@ -44,6 +44,18 @@ class WatchOptions:
             raise OptionError(f"must be at most window = {self.window}, got {self.recent}.", argument="recent")
 
 
+def columns_of(prediction: Any, baseline: Baseline) -> dict[str, Array]:
+    """Return what a watch keeps of predictions: scores, shares of confident predictions and, unless outputs are dense, values."""
+    scores = scores_of(prediction)
+    shares = np.zeros(len(scores))
+    if baseline.confidence is not None:
+        shares = baseline.confidence.shares(as_rows(prediction.confidence))
+    columns = {"score": scores, "share": shares}
+    if not is_dense(prediction):
+        columns["predicted"] = predicted_values(prediction)
+    return columns
+
+
 @dataclass(frozen=True)
 class Stream:
     """What is known about one stream of inputs."""
@@ -75,25 +87,23 @@ class Stream:
 
     def add(self, prediction: Any, labels: Any, baseline: Baseline, options: WatchOptions) -> Stream:
         """Return the stream after further inputs, with their labels if known."""
-        scores = scores_of(prediction)
+        outcomes = None if labels is None else baseline.outcomes(predicted_values(prediction), labels)
+        stream = self.add_columns(columns_of(prediction, baseline), options)
+        if outcomes is None:
+            return stream
+        return stream.with_outcomes(self.count + np.arange(len(outcomes)), outcomes, baseline, options)
+
+    def add_columns(self, columns: Mapping[str, Array], options: WatchOptions) -> Stream:
+        """Return the stream after further inputs, given what `columns_of` returns for them."""
+        scores = columns["score"]
         draws = uniform_draws(options.seed, self.count, len(scores))
         counts, p_values = self.scores.add(scores, draws)
-        shares = np.zeros(len(scores))
-        if baseline.confidence is not None:
-            shares = baseline.confidence.shares(as_rows(prediction.confidence))
-        predicted = predicted_values(prediction)
-        outcomes = None if labels is None else baseline.outcomes(predicted, labels)
-        columns = {"score": scores, "p_value": p_values, "share": shares, "correct": np.full(len(scores), np.nan)}
-        if not is_dense(prediction):
-            columns["predicted"] = predicted
+        columns = {**columns, "p_value": p_values, "correct": np.full(len(scores), np.nan)}
         window = {
             name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
             for name, values in columns.items()
         }
-        stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
-        if outcomes is None:
-            return stream
-        return stream.with_outcomes(self.count + np.arange(len(scores)), outcomes, baseline, options)
+        return replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
 
     def with_outcomes(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
         """Return the stream with the correctness (n,) of the inputs at some positions; NaN where the label is missing."""
@@ -114,9 +124,9 @@ class Stream:
             labelled=self.labelled + int(known.sum()),
         )
 
-    def contributions(self) -> tuple[Contribution, ...]:
-        """Return the inputs in the window that contributed most since the change began, strongest first."""
-        since = max(self.evidence.began - self.first, 0)
+    def contributions(self, since: int = 0) -> tuple[Contribution, ...]:
+        """Return the inputs in the window that contributed most since the change began, or since a later position, strongest first."""
+        since = max(self.evidence.began, since, self.first) - self.first
         gains = log_factors(self.window["p_value"][since:])[self.evidence.leader]
         strongest = np.argsort(-gains, kind="stable")[:MOST_CONTRIBUTIONS]
         scores = self.window["score"][since:]

@@ -179,9 +179,10 @@ class Watch:
         accuracy = self.accuracy
         state = f"alarm, the change began at input {alarm.began:,}" if alarm else "no alarm"
         expected = accuracy.reason if accuracy.value is None else f"expected accuracy {accuracy.value:.1%}"
-        if alarm and accuracy.value is not None:
-            expected += ", which assumes at most a moderate shift: check it with labels"
-        return f"Watch({counted(self.count, 'input')}: {state}, {expected})"
+        caution = ", which assumes at most a moderate shift: check it with labels"
+        if not alarm or accuracy.value is None:
+            caution = ""
+        return f"Watch({counted(self.count, 'input')}: {state}, {expected}{caution})"
 
     # --- several processes, and files ---------------------------------------------------------------------------------
 

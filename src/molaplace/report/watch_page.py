@@ -1,4 +1,4 @@
-"""The page of `molaplace watch`: the course of the scores, of the evidence and of the expected accuracy, and the strangest inputs."""
+"""The page of `molaplace watch`: the course of the scores, of the evidence and of the expected accuracy, and the inputs to look at."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def watch_page(
     quantiles: Sequence[float],
     accuracy: float | None,
     sentences: Sequence[str],
+    title: str,
     pictures: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return the page.
@@ -48,8 +49,9 @@ def watch_page(
         lines: the lines of the log.
         quantiles: quantiles of the scores of the validation data, at the levels 0.05, 0.25, 0.5, 0.75 and 0.95.
         accuracy: accuracy on the validation data, if known.
-        sentences: the alarm, the accuracy and the strangest inputs in words.
-        pictures: name, score and picture (a data URL, or None) of the strangest inputs.
+        sentences: the alarm, the accuracy and the inputs to look at, in words.
+        title: what these inputs are.
+        pictures: name, score and picture (a data URL, or None) of these inputs.
     """
     figures = {"evidence": Planned("Evidence of a change", EVIDENCE, partial(draw_evidence, lines))}
     if any(line["accuracy"] is not None for line in lines):
@@ -59,6 +61,7 @@ def watch_page(
         "watch",
         lines=lines,
         sentences=sentences,
+        title=title,
         pictures=pictures,
         figures=[render(name, planned) for name, planned in figures.items()],
         version=__version__,
