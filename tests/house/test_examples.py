@@ -192,7 +192,7 @@ def test_bayesian_optimisation(run):
 
 def test_watch(run, tmp_path):
     printed = run("watch.py")
-    raised_at, began = (int(number) for number in re.findall(r"after (\d+)", printed)[1:])
+    raised_at, began = (int(number) for number in re.findall(r"(?:after|beginning:) (\d+)", printed)[1:])
     assert 400 < raised_at <= 560
     assert 400 <= began <= raised_at
     assert "fallen below" in printed
