@@ -185,7 +185,7 @@ def run_watch(
 
 
 def _inputs_to_show(watch: Watch, first: int, inputs: list[ShownInput]) -> Shown:
-    # After an alarm, which scores that are too low may raise too, the strangest inputs need not be its reason.
+    # Scores that are too low may raise the alarm too, and then the strangest inputs are not its reason.
     if watch.alarm:
         contributions = watch.streams[0].contributions(first)
         if contributions:
