@@ -18,8 +18,9 @@ from tests.library.problems import train
 
 def trained(seed, inputs, labels):
     torch.manual_seed(seed)
-    network = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 4)).double()
-    return train(network, inputs, labels, 120, 0.03)
+    # The initial weights depend on the type in which they are drawn, and a fixture of a module does not know torch's default type.
+    layers = [nn.Linear(6, 24, dtype=torch.float32), nn.ReLU(), nn.Linear(24, 4, dtype=torch.float32)]
+    return train(nn.Sequential(*layers).double(), inputs, labels, 120, 0.03)
 
 
 @pytest.fixture(scope="module")
