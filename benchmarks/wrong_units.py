@@ -1,8 +1,8 @@
 """Measure alarms on inputs in the wrong units: `python benchmarks/wrong_units.py --data DIR --cifar10 DIR`.
 
 Test images of MNIST and CIFAR-10, after normalisation, are multiplied by constants. The alarm is calibrated on validation images for 5 %
-false alarms. The AUROC of `ood_score` on the outliers of both suites is measured with the excess norms in its distance term and
-without them. Activations are read from the cache of the laboratory's `bench` (`--cache`); missing ones are computed. Writes
+false alarms. The AUROC of `ood_score` on the outliers of both suites is measured with several weights of the excess norms in its third
+term. Activations are read from the cache of the laboratory's `bench` (`--cache`); missing ones are computed. Writes
 `benchmarks/results/wrong_units.json`.
 """
 
@@ -22,18 +22,15 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.metrics import auroc
 from molaplace.rules.held_out import HeldOut
-from molaplace.settings import Reference
+from molaplace.settings import EXCESS_WEIGHT
 from molaplace_lab.suite import DataOptions
 
 FACTORS = (0.01, 0.1, 0.5, 2.0, 3.0, 10.0, 100.0, 1e4, 1e8)
 IMAGES = 1000
 """Number of test images multiplied by the factors."""
 
-SCORES = {
-    "with excess norms": Reference.log_departure,
-    "without": lambda self, logs, _, weights: self.log_distance(logs, weights),
-}
-"""The distance term of the score, with and without the excess norms."""
+WEIGHTS = (EXCESS_WEIGHT, 1.0, 0.0)
+"""Weights of the excess norms in the score's third term."""
 
 
 def scores(posterior: mola.MoLA, data: HeldOut) -> Tensor:
@@ -59,14 +56,14 @@ def measure(title: str, suite: StoredSuite) -> list[dict[str, Any]]:
             [factor * inputs for inputs, _ in batches_of_test], "images", labelled=None
         )
     rows = []
-    for name, term in SCORES.items():
-        with patch.object(Reference, "log_departure", term):
+    for weight in WEIGHTS:
+        with patch("molaplace.settings.EXCESS_WEIGHT", weight):
             posterior = fitted.tune(held_out["validation"], progress=False)
             threshold = mola.alarm_threshold(scores(posterior, held_out["validation"]), 0.05)
             inside = scores(posterior, held_out["test"])
             row: dict[str, Any] = {
                 "suite": title,
-                "score": name,
+                "weight": weight,
                 "false_alarms": float((inside > threshold).double().mean()),
             }
             row["auroc"] = {

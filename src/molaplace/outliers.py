@@ -51,7 +51,7 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{departure} - 1)
 
-    The departure, `Reference.log_departure`, is the distance of the features' directions times their excess norm. It contributes only
+    The departure, `Reference.log_departure`, combines the distance of the features' directions with their excess norm. It contributes only
     beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score and the energy alone. Of 16 such
     sums, this one and the one with `max(0, z_departure)` performed best, both on the networks used to choose a sum and on the networks
     used to confirm the choice (docs/outliers.md).

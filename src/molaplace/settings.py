@@ -44,6 +44,10 @@ NO_COVARIANCE = 1e12
 LOG_LARGEST_DISTANCE = 40.0
 """Logarithm of the largest allowed distance divisor `rho^gamma`. This divisor is large enough to make every logit vanish."""
 
+EXCESS_WEIGHT = 4.0
+"""Weight of the log excess norm in outlier scores. With broadly distributed norms, an input must be several times as long as most before
+its norm is in excess, and the energy has made it look typical by then (docs/outliers.md)."""
+
 LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
@@ -233,11 +237,12 @@ class Reference:
         return (log_norms - self._logs("norm", log_norms)).clamp_min(0)
 
     def log_departure(self, log_distances: Tensor, log_norms: Tensor, weights: Tensor) -> Tensor:
-        """Return the mixture's log distance plus its mean log excess norm (n,), which outlier scores use.
+        """Return the mixture's log distance plus the weighted mean of its log excess norms (n,), which outlier scores use.
 
         The distance depends only on the direction of the features, the excess norm only on their length.
         """
-        return self.log_distance(log_distances, weights) + weights.to(log_norms) @ self.log_excess(log_norms)
+        log_excess = weights.to(log_norms) @ self.log_excess(log_norms)
+        return self.log_distance(log_distances, weights) + EXCESS_WEIGHT * log_excess
 
     def _logs(self, name: str, like: Tensor) -> Tensor:
         # A reference of 0, which occurs if all features are identical or 0, is replaced by 1.
