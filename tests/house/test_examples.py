@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import molaplace as mola
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.slow
@@ -27,7 +26,6 @@ def run(tmp_path, monkeypatch, capsys):
     """Run an example in this process and an empty folder, as `python examples/NAME.py`, and return its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.set_default_dtype(torch.float32)
 
     def start(name, *arguments):
@@ -149,18 +147,6 @@ def test_mimo_mola(run):
         assert all(our > other - 2 for our, other in zip(mixture[5:], plain[5:], strict=True))  # AUROC
 
 
-def test_hugging_face_text(run):
-    pytest.importorskip("transformers")
-    printed = run("hugging_face_text.py")
-    assert float(re.search(r"accuracy ([\d.]+)%", printed).group(1)) > 90
-    false_alarms = numbers(printed, "test messages")[0]
-    assert false_alarms < 5 + 100 * 3 * (0.05 * 0.95 * (2 / 300)) ** 0.5
-    for topic in ("music", "gardens"):
-        alarm, mixture, single = numbers(printed, f"about {topic}")
-        assert alarm > 40
-        assert mixture < single - 10
-
-
 def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     printed = run("torchrun_fit.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -188,14 +174,3 @@ def test_bayesian_optimisation(run):
     for method in ("random", "Gaussian process", "molaplace", "molaplace, conditioned"):
         first, last, *_ = numbers(printed, method)
         assert 0 <= last <= first
-
-
-def test_watch(run, tmp_path):
-    printed = run("watch.py")
-    raised_at, began = (int(number) for number in re.findall(r"(?:after|beginning:) (\d+)", printed)[1:])
-    assert 400 < raised_at <= 560
-    assert 400 <= began <= raised_at
-    assert "fallen below" in printed
-    assert "not fallen" not in printed
-    assert drawn(tmp_path, "watch.png")
-    assert mola.Watch.load(tmp_path / "example-results" / "watch").alarm
