@@ -191,6 +191,13 @@ def test_strings_are_tokens_of_the_tokenizer():
     posterior = mola.fit(build(), loader(ALL), tokens=[" B", " A", "yes"], tokenizer=tokenizer(), progress=False)
     by_id = mola.fit(build(), loader(ALL), tokens=[3, 2, 4], progress=False)
     assert torch.equal(posterior({"input_ids": TEXTS}), by_id({"input_ids": TEXTS}))
+    by_name = {"tokens": [" B", " A", "yes"], "tokenizer": tokenizer()}
+    scaled = mola.calibration.temperature_scaled(build(), loader(ALL), **by_name, progress=False)
+    by_hand = mola.calibration.temperature_scaled(
+        build(), loader(ALL), logits=lambda output: output.logits[:, -1, [3, 2, 4]], progress=False
+    )
+    assert_close(scaled({"input_ids": TEXTS}), by_hand({"input_ids": TEXTS}))
+    assert scaled.temperature != 1
     network = build()
     for tokens, message in (
         (["yes", "nt"], "'nt' is 2 tokens"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.fitting import ensemble
+from molaplace.fitting import Logits, Tokens, ensemble
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.network import check_finite
@@ -106,6 +106,9 @@ def temperature_scaled(
     mean: Literal["probabilities", "logits"] = "probabilities",
     weights: str | Sequence[float] | Tensor = "uniform",
     likelihood: str | Likelihood = "categorical",
+    logits: Logits | Sequence[Logits] | None = None,
+    tokens: Tokens | None = None,
+    tokenizer: Any = None,
     progress: bool = True,
 ) -> MoLA:
     """Return a plain ensemble with the temperature that minimises the negative log-likelihood on the validation data.
@@ -121,10 +124,13 @@ def temperature_scaled(
         mean: the quantity that is averaged over the networks, "probabilities" or "logits".
         weights: "uniform", or K numbers that sum to 1.
         likelihood: "categorical" or "bernoulli".
+        logits: function that extracts the logits from a network's output, as for `mola.fit`.
+        tokens: tokens that are the classes of causal language models, as for `mola.fit`.
+        tokenizer: the tokenizer of the language models, as for `mola.fit`.
         progress: show a progress bar on stderr if it is a terminal.
     """
     one_of(mean, ("probabilities", "logits"), "mean")
-    plain = ensemble(networks, weights, likelihood=likelihood)
+    plain = ensemble(networks, weights, likelihood=likelihood, logits=logits, tokens=tokens, tokenizer=tokenizer)
     meaning = plain.likelihood
     if not isinstance(meaning, ClassificationLikelihood):
         raise OptionError(
@@ -134,10 +140,10 @@ def temperature_scaled(
     data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
     data.check_labels()
     assert data.labels is not None
-    logits, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
+    outputs, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
     if mean == "logits":
-        chosen = fit_temperature(mixed(plain.weights, list(logits)), labels)
+        temperature = fit_temperature(mixed(plain.weights, list(outputs)), labels)
         plain = plain.with_pooling(0.0)
     else:
-        chosen = fit_temperature(logits, labels, plain.weights)
-    return plain.with_temperature(min(max(chosen, 1e-3), 1e3))  # the range that `with_temperature` accepts
+        temperature = fit_temperature(outputs, labels, plain.weights)
+    return plain.with_temperature(min(max(temperature, 1e-3), 1e3))  # the range that `with_temperature` accepts
