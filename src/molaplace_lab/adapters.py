@@ -113,7 +113,8 @@ class SentenceClassifier(nn.Module):
 class AnswerClassifier(nn.Module):
     """A language model that answers with its next token: the logits of a few tokens, after the last token that is not padding.
 
-    The trunk computes in bfloat16, as is usual for language models, in less than half the time of float32.
+    The trunk computes in bfloat16, as is usual for language models, in less than half the time of float32. The library's `TokenChoice`
+    gives the same logits, but other names to the weights; files contain these names, and records their checksums.
     """
 
     def __init__(self, trunk: nn.Module, rows: Tensor) -> None:
