@@ -319,7 +319,11 @@ def _estimators(name: str) -> str:
 def _wrong_units(name: str) -> str:
     """Return the rates of alarms and the mean AUROC of `ood_score` for each suite and each weight of the excess norms."""
     rows = record("wrong_units")["rows"]
-    columns = [("% of", "{suite}"), ("weight of excess norms", "{weight:.0f}"), ("AUROC, outliers", "{mean_auroc:* 100 .3f}")]
+    columns = [
+        ("% of", "{suite}"),
+        ("weight of excess norms", "{weight:.0f}"),
+        ("AUROC, outliers", "{mean_auroc:* 100 .3f}"),
+    ]
     columns += [("false alarms", "{false_alarms:* 100 .1f}")]
     for index, factor in enumerate(rows[0]["alarms"]):
         columns.append((f"alarms, inputs x {float(factor):g}", f"{{rates[{index}]:* 100 .1f}}"))

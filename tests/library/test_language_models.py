@@ -160,6 +160,15 @@ def test_training_labels_that_a_model_would_ignore_are_refused(others, key):
     assert len(posterior.predict(batches)) == 12  # predictions need no labels
 
 
+def test_a_fit_over_whole_networks_refuses_them_as_well():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.ViTConfig(image_size=4, patch_size=2, num_labels=3, **sizes)
+    network = transformers.ViTForImageClassification(config).eval()
+    batches = [{"pixel_values": torch.randn(12, 3, 4, 4), "fine_label": CLASSES}]
+    with pytest.raises(DataError, match=r"batch 0 of the training loader.*ignore its key 'fine_label'"):
+        mola.whole.fit(network, batches, structure="diag", progress=False)
+
+
 class Answers(nn.Module):
     """A language model that chooses among a few tokens at the last position."""
 

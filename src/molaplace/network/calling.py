@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
+from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, HeadError, MolaError
 
@@ -153,6 +154,39 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required
         yield as_batch(raw, f"batch {index} of the {where}")
 
 
+def named_batches(
+    networks: Sequence[nn.Module],
+    loader: Iterable[Any],
+    where: str,
+    *,
+    labelled: bool | None = None,
+    progress: bool = False,
+    total: int | None = None,
+    first_batch: int = 0,
+    required: bool = True,
+) -> Iterator[tuple[str, Batch]]:
+    """Yield each batch of a loader with its name in messages, after a check of its labels; the arguments are those of `stream`."""
+    had_labels = labelled
+    bar_options = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
+    with tqdm(batches(loader, where, first_batch, required=required), **bar_options, leave=False) as bar:
+        for index, batch in enumerate(bar, first_batch):
+            name = f"batch {index} of the {where}"
+            if labelled is False:
+                batch = batch._replace(labels=None)
+            has_labels = batch.labels is not None
+            if had_labels is not None and had_labels != has_labels:
+                raise DataError(
+                    f"{name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
+                    if labelled
+                    else f"{name} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
+                )
+            had_labels = has_labels
+            if labelled is None:
+                _check_label_key(networks, batch, name)
+            yield name, batch
+            del batch  # free the memory before the next batch is loaded
+
+
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +280,8 @@ def signature_of(network: nn.Module) -> inspect.Signature:
     return inspect.signature(network.forward)
 
 
-def check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: str) -> None:
-    """Raise `DataError` if a mapping without labels may hold them under another key, which models of transformers ignore."""
+def _check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: str) -> None:
+    # Raise DataError if a mapping without labels may hold them under another key, which models of transformers ignore.
     if batch.labels is not None or not isinstance(batch.inputs, Mapping):
         return
     for network in networks:

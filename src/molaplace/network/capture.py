@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, batches, check_label_key, run, trunks_run_once, unwrapped
+from molaplace.network.calling import Inputs, named_batches, run, trunks_run_once, unwrapped
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.network.next_tokens import labels_of_logits
@@ -281,40 +280,33 @@ def stream(
         required: whether to raise `DataError` if no batch has a row in use. Pass False when several processes read shards, because a
             shard may be empty.
     """
-    had_labels = labelled
     any_rows = first_batch > 0
-    bar_options = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
-    with tqdm(
-        batches(loader, where, first_batch, required=required and not first_batch), **bar_options, leave=False
-    ) as bar:
-        for index, batch in enumerate(bar, first_batch):
-            batch_name = f"batch {index} of the {where}"
-            inputs = batch.inputs
-            labels = None if labelled is False else batch.labels
-            if had_labels is not None and had_labels != (labels is not None):
-                raise DataError(
-                    f"{batch_name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
-                    if labelled
-                    else f"{batch_name} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
-                )
-            had_labels = labels is not None
-            if labelled is None:
-                check_label_key(networks, batch, batch_name)
-            with located(batch_name), torch.no_grad():
-                captured = capture(networks, heads, inputs, likelihood)
-                captured.check_logits(networks, inputs, likelihood)
-                if labels is not None:
-                    shape = captured.layout.shape(captured.outputs[0].shape[-1])
-                    labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
-                    assert labels is not None
-                    captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
-                if isinstance(positions, int) and captured.layout.sizes:
-                    captured = _with_drawn_positions(captured, positions, first_input)
-                captured.check_finite()
-            any_rows = any_rows or len(captured) > 0
-            first_input += captured.layout.inputs
-            yield captured
-            del inputs, batch, captured, labels  # free the memory before the next batch is loaded
+    reader = named_batches(
+        networks,
+        loader,
+        where,
+        labelled=labelled,
+        progress=progress,
+        total=total,
+        first_batch=first_batch,
+        required=required and not first_batch,
+    )
+    for batch_name, batch in reader:
+        with located(batch_name), torch.no_grad():
+            captured = capture(networks, heads, batch.inputs, likelihood)
+            captured.check_logits(networks, batch.inputs, likelihood)
+            if batch.labels is not None:
+                shape = captured.layout.shape(captured.outputs[0].shape[-1])
+                labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
+                assert labels is not None
+                captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
+            if isinstance(positions, int) and captured.layout.sizes:
+                captured = _with_drawn_positions(captured, positions, first_input)
+            captured.check_finite()
+        any_rows = any_rows or len(captured) > 0
+        first_input += captured.layout.inputs
+        yield captured
+        del batch, captured  # free the memory before the next batch is loaded
     if required and not any_rows:
         raise DataError(
             f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."

@@ -5,13 +5,12 @@ A fit takes one pass over the training data, or two passes for a subnetwork.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from molaplace.component import per_component
 from molaplace.distributed import Team, check_sampler
@@ -28,6 +27,7 @@ from molaplace.network import (
     check_loader,
     check_logits,
     evaluating,
+    named_batches,
     peek,
     state_checksums,
 )
@@ -109,7 +109,9 @@ def fit(
     if team.size > 1:
         check_sampler(train_loader)
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
+        batches: Iterable[Any]
         first, batches = peek(train_loader, "training loader")
+        total = batch_count(train_loader)
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         layouts, classes = _layouts(models, inputs, factored=name == "kron")
         identity = {
@@ -125,13 +127,13 @@ def fit(
         check_size(structures[0], sizes, classes)
         if subnetwork is not None:
             diagonals = [WholeStructure(layout, classes, "diag") for layout in layouts]
-            diagonal_sums = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
+            diagonal_sums = _sum_up(models, diagonals, batches, total, team, progress=progress)
             structures = []
             for layout, sums, size in zip(layouts, diagonal_sums, sizes, strict=True):
                 chosen = _largest_variances(sums.tensors["rest"], size)
                 structures.append(WholeStructure(replace(layout, chosen=chosen), classes, "subnetwork"))
-            batches = iter(train_loader)
-        totals = _sum_up(models, structures, batches, train_loader, team, progress=progress)
+            batches = train_loader
+        totals = _sum_up(models, structures, batches, total, team, progress=progress)
         triples = zip(models, structures, totals, strict=True)
         components = [make_component(network, structure, sums, likelihood) for network, structure, sums in triples]
     posterior = WholeMoLA(components, settings, link=link, weights=weighting)
@@ -193,26 +195,18 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs, *, factored: bool) -
 def _sum_up(
     networks: Sequence[nn.Module],
     structures: Sequence[WholeStructure],
-    batches: Iterator[Any],
-    loader: Iterable[Any],
+    batches: Iterable[Any],
+    total: int | None,
     team: Team,
     *,
     progress: bool,
 ) -> list[Sums]:
     totals = [Sums({}) for _ in networks]
-    labelled = None
-    disable = None if progress else True
-    bar = tqdm(batches, desc="training loader", total=batch_count(loader), disable=disable, leave=False)
-    for index, raw in enumerate(bar):
-        where = f"batch {index} of the training loader"
-        batch = as_batch(raw, where)
-        if labelled not in (None, batch.labels is not None):
-            raise DataError(f"{where} {'has no' if labelled else 'has'} labels, unlike the batches before it.")
-        labelled = batch.labels is not None
+    for where, batch in named_batches(networks, batches, "training loader", progress=progress, total=total):
         for position, (network, structure) in enumerate(zip(networks, structures, strict=True)):
             with located(f"{where}, networks[{position}]"):
                 totals[position] += _batch_sums(network, structure, batch.inputs, batch.labels, where)
-    return [sum_over_processes(total, team) for total in totals]
+    return [sum_over_processes(sums, team) for sums in totals]
 
 
 def _batch_sums(
