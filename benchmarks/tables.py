@@ -1,6 +1,6 @@
 """Compare `mola.MolaClassifier` with scikit-learn's classifiers on ten tables that scikit-learn contains or generates.
 
-    python benchmarks/tables.py [--splits 3]
+    python benchmarks/tables.py [--splits 5]
     python benchmarks/tables.py --quick
 
 Each table is split at random into 70 % training and 30 % test rows, and all methods see the same splits. Every method has its default
@@ -180,7 +180,7 @@ def summary(values: list[dict[str, float]]) -> dict[str, Any]:
 def main() -> None:
     """Measure the chosen tables, and keep the other rows of the last record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--splits", type=int, default=3, help="number of random splits of each table")
+    parser.add_argument("--splits", type=int, default=5, help="number of random splits of each table")
     parser.add_argument("--only", nargs="*", choices=TABLES, default=list(TABLES), help="tables to measure")
     parser.add_argument("--quick", action="store_true", help="measure two small tables, and write no file")
     arguments = parser.parse_args()
