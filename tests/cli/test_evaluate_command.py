@@ -17,7 +17,7 @@ from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import make_decisions, outlier_threshold
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.methods import networks_alone, noise_factors
+from molaplace.cli.methods import networks_alone, part_of
 from molaplace.errors import MolaWarning
 from molaplace.progress import no_progress
 from molaplace.report.words import evaluation_findings
@@ -204,11 +204,12 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     likelihood = mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
     train, (val, targets) = kind.data("train"), kind.data("val")
     plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
-    alone = networks_alone(posterior, posterior.predict(val), 2)
-    assert_close(alone.component_noise[:, 0].double().sqrt(), plain.noise, "difference")
-    scaled = mola.calibration.scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
+    alone = networks_alone(posterior, 2)
+    assert_close(alone.noise, plain.noise, "difference")
+    scale_noise = mola.calibration.scale_noise
+    scaled = scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
     held_out = posterior.read([(val, targets)], "validation data", labelled=True)
-    noise = alone.component_noise[:, 0].double().sqrt() * noise_factors(posterior, held_out, 2)
+    noise = scale_noise(alone, part_of(held_out, alone)).noise
     # One factor for all networks, which have different noises: about the same noise on average.
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
 

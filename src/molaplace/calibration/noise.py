@@ -7,7 +7,7 @@ unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,16 @@ from molaplace import normal_mixtures
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import Gaussian
 from molaplace.posterior import MoLA
+from molaplace.rules.held_out import HeldOut
 from molaplace.rules.search import maximise
 
 NOISE_RANGE = 100.0  # largest factor by which the noise and the root mean squared error may differ, in either direction
 
 
-def scale_noise(ensemble: MoLA, val_loader: Iterable[Any]) -> MoLA:
+def scale_noise(ensemble: MoLA, val_loader: Iterable[Any] | HeldOut) -> MoLA:
     """Return the ensemble with each output's noise chosen to maximise the likelihood of the validation targets.
+
+    If the networks have different noises, all are multiplied by the same factors.
 
     Args:
         ensemble: regression networks without a Laplace approximation, from `mola.ensemble(networks, likelihood="gaussian")`. The
@@ -41,26 +44,31 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any]) -> MoLA:
         raise OptionError(
             "a posterior from mola.fit chooses its noise together with its prior precision. Call posterior.tune(val_loader)."
         )
-    start: Any = likelihood
-    if likelihood.noise is None:
-        start = replace(likelihood, noise=1.0 if likelihood.heteroscedastic else likelihood.scale)
     data = ensemble.read(val_loader, "validation loader", labelled=True)
-    assert data.labels is not None
-    prediction = _with(ensemble, start).make_prediction(data)
-    means = prediction.component_mean
-    if bool((means == data.labels).all(1).any()):
+    starts: list[Any] = [
+        replace(start, noise=1.0 if start.heteroscedastic else start.scale) if start.noise is None else start
+        for start in ensemble.likelihoods
+        if isinstance(start, Gaussian)
+    ]
+    prediction = _with(ensemble, starts).make_prediction(data)
+    moments = torch.stack([prediction.component_mean, prediction.component_noise]).movedim(2, 0)
+    means, noises = data.team.gather(moments).movedim(0, 2)
+    targets = data.team.gather(data.labels)
+    if bool((means == targets).all(1).any()):
         raise DataError(
             "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "
             "mola.likelihoods.Gaussian(noise=...)."
         )
-    factors = best_factors(ensemble.weights, means, prediction.component_noise, data.labels)
-    noise = torch.tensor(start.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
-    return _with(ensemble, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
+    factors = best_factors(ensemble.weights, means, noises, targets)
+    width = len(factors)
+    noises_of_networks = [start.noise_levels(width) * factors.cpu() for start in starts]
+    pairs = zip(starts, noises_of_networks, strict=True)
+    return _with(ensemble, [replace(start, noise=noise.tolist(), estimated=True) for start, noise in pairs])
 
 
-def _with(ensemble: MoLA, likelihood: Gaussian) -> MoLA:
-    components = [component.with_likelihood(likelihood) for component in ensemble.components]
-    return ensemble.with_parts(components=components)
+def _with(ensemble: MoLA, likelihoods: Sequence[Gaussian]) -> MoLA:
+    pairs = zip(ensemble.components, likelihoods, strict=True)
+    return ensemble.with_parts(components=[component.with_likelihood(likelihood) for component, likelihood in pairs])
 
 
 def best_factors(weights: Tensor, means: Tensor, noises: Tensor, targets: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from molaplace.network import check_finite
 from molaplace.numerics import to_float64
 from molaplace.options import one_of
 from molaplace.posterior import MoLA
+from molaplace.rules.held_out import HeldOut
 from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.search import maximise
 from molaplace.weights import check_weights, uniform_weights
@@ -131,19 +132,25 @@ def temperature_scaled(
     """
     one_of(mean, ("probabilities", "logits"), "mean")
     plain = ensemble(networks, weights, likelihood=likelihood, logits=logits, tokens=tokens, tokenizer=tokenizer)
-    meaning = plain.likelihood
-    if not isinstance(meaning, ClassificationLikelihood):
+    if not isinstance(plain.likelihood, ClassificationLikelihood):
         raise OptionError(
-            f"a temperature divides logits, but likelihood {meaning.name!r} has no logits. Expected 'categorical' or 'bernoulli'. "
+            f"a temperature divides logits, but likelihood {plain.likelihood.name!r} has no logits. Expected 'categorical' or 'bernoulli'. "
             f"For regression, use mola.calibration.scale_noise."
         )
     data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
     data.check_labels()
-    assert data.labels is not None
-    outputs, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
+    return with_best_temperature(plain, data, mean)
+
+
+def with_best_temperature(plain: MoLA, data: HeldOut, mean: str = "probabilities") -> MoLA:
+    """Return a plain ensemble with the temperature that suits the validation data of all processes best; see `temperature_scaled`."""
+    likelihood = plain.likelihood
+    assert isinstance(likelihood, ClassificationLikelihood)
+    rows = data.team.gather(torch.stack(list(data.outputs), dim=1))
+    logits, labels = as_classes(rows.transpose(0, 1), data.team.gather(data.labels), likelihood)
     if mean == "logits":
-        temperature = fit_temperature(mixed(plain.weights, list(outputs)), labels)
+        temperature = fit_temperature(mixed(plain.weights, list(logits)), labels)
         plain = plain.with_pooling(0.0)
     else:
-        temperature = fit_temperature(outputs, labels, plain.weights)
+        temperature = fit_temperature(logits, labels, plain.weights)
     return plain.with_temperature(min(max(temperature, 1e-3), 1e3))  # the range that `with_temperature` accepts

@@ -26,12 +26,13 @@ from molaplace.errors import DataError, OptionError, warn
 from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare
 from molaplace.evaluation.comparison import AnswerResult, DecisionResult
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
-from molaplace.network import as_batch
+from molaplace.network import IGNORE_INDEX, evaluating, stream
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
+from molaplace.rules.held_out import POSITIONS_PER_INPUT
 from molaplace.rules.label_checks import check_class_order
 
 ERROR_RATES = (0.01, 0.02, 0.05)
@@ -168,9 +169,23 @@ def run_evaluate(
 
 def _collect(methods: ComparedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
     # Predict every batch with every method, and return the scores of the data from all processes.
-    columns = {method: PredictionColumns() for method in methods.tuned()}
-    for batch in loader:
-        methods.add(columns, batch, as_batch(batch, loader.source.name).labels, loader.source.name)
+    columns = {method: PredictionColumns() for method in methods.methods}
+    posterior = methods.posterior
+    heads = [component.head for component in posterior.components]
+    captured = stream(
+        posterior.networks,
+        heads,
+        loader,
+        where=loader.source.name,
+        likelihood=posterior.likelihood,
+        labelled=loader.labelled,
+        positions=POSITIONS_PER_INPUT,
+        ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
+        required=False,
+    )
+    with evaluating(*posterior.networks):
+        for batch in captured:
+            methods.add(columns, batch)
     if not any(team.collect(len(columns[methods.subject].data))):
         raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
     columns = {method: of_method.gather(team) for method, of_method in columns.items()}

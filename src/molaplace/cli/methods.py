@@ -1,38 +1,40 @@
 """The methods that `molaplace evaluate` compares, derived from one posterior: MAP, DE, their scaled versions, LLLA and MoLA.
 
-The networks run once: the predictions of all methods except LLLA are computed from the posterior's prediction. LLLA runs the first
-network a second time. The validation data are also read only once: temperatures, noise and LLLA are tuned on the stored outputs.
+The networks run once for all methods, which predict from the captured features and outputs. The validation data are also read only once:
+temperatures, noise and LLLA are tuned on the stored outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from molaplace.calibration.noise import best_factors
-from molaplace.calibration.temperature import as_classes, fit_temperature
+from molaplace.calibration.noise import scale_noise
+from molaplace.calibration.temperature import with_best_temperature
 from molaplace.cli.data.dataset import Loader
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
+from molaplace.component import Component
 from molaplace.decisions.intervals import PredictionIntervals
 from molaplace.decisions.sets import PredictionSets
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, outlier_scores, regression_scores
-from molaplace.evaluation.columns import LEVELS, flatten_positions
-from molaplace.likelihoods import ClassificationLikelihood, Gaussian
-from molaplace.likelihoods.base import mixed
-from molaplace.network import IGNORE_INDEX, Batch, as_batch, labels_of_logits
+from molaplace.evaluation.columns import LEVELS, DenseRows
+from molaplace.likelihoods import Gaussian
+from molaplace.likelihoods.base import pooled
+from molaplace.network import Captured
 from molaplace.posterior import MoLA
-from molaplace.prediction import Field, Prediction, RegressionPrediction
+from molaplace.prediction import RegressionPrediction
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.settings import Settings
+
+CapturedType = TypeVar("CapturedType", bound=Captured)
 
 COVERAGE = 0.9
 """Coverage guaranteed for the prediction sets in the report."""
@@ -46,110 +48,53 @@ TEMPERATURE, NOISE, LOGITS = "-T", "-N", "-L"
 # --- networks without Laplace approximations -------------------------------------------------------------------------
 
 
-def networks_alone(posterior: MoLA, prediction: Any, count: int, factor: Any = None) -> Any:
-    """Return the prediction of a posterior's first `count` networks without Laplace approximations, from that of the posterior.
+def networks_alone(posterior: MoLA, count: int) -> MoLA:
+    """Return a posterior's first `count` networks, one or all, without Laplace approximations; the weights are the posterior's.
 
-    The mixture weights are the posterior's. For classification, `factor` is a temperature. For regression, the standard deviation of
-    the noise is its value before tuning (`untuned_noise`), multiplied by `factor` (D,). By default, nothing is scaled.
+    In regression, the noise is that before tuning: the standard deviation of the training residuals, the given noise, or the standard
+    deviation that a heteroscedastic network predicts.
     """
-    if isinstance(prediction, RegressionPrediction):
-        means = prediction.component_mean[:count]
-        noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
-        if factor is not None:
-            noise = noise * factor.to(means).square()
-        fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
-        # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
-        fields["ood_score"] = means.new_zeros(means.shape[1])
-        weights = prediction.weights[:count] / prediction.weights[:count].sum()
-        return RegressionPrediction(fields, weights=weights, likelihood=prediction.likelihood)
-    logits = prediction.logit_mean[:count] / (factor or 1.0)
-    probs = mixed(posterior.weights, prediction.likelihood.probabilities(logits))
-    return Prediction({"probs": probs, "logit_mean": logits}, likelihood=prediction.likelihood)
-
-
-def _mean_of_logits(posterior: MoLA, prediction: Prediction, temperature: float) -> Prediction:
-    # Return the prediction of the networks' mean logits.
-    assert prediction.logit_mean is not None
-    logits = mixed(posterior.weights, list(prediction.logit_mean))[None] / temperature
-    (probs,) = prediction.likelihood.probabilities(logits)
-    return Prediction({"probs": probs, "logit_mean": logits}, likelihood=prediction.likelihood)
-
-
-def untuned_noise(posterior: MoLA) -> Tensor:
-    """Return the ratio (K, D) of each network's noise variance before tuning to its current noise variance, in float64.
-
-    The noise variance before tuning is the variance of the training residuals, the given noise, or the variance that a
-    heteroscedastic network predicts.
-    """
-    rows = []
-    for component in posterior.components:
-        layer = component.require_layer("the noise")
+    components = []
+    for component in posterior.components[:count]:
         likelihood = component.likelihood
-        assert isinstance(likelihood, Gaussian)
-        width = len(layer.weights)
-        before = likelihood
-        if likelihood.estimated:
-            before = replace(likelihood, noise=None, estimated=False).fitted(layer.sums)
-        rows.append((before.deviation(width) / likelihood.deviation(width)).square())
-    return torch.stack(rows) / posterior.temperature**2
+        if isinstance(likelihood, Gaussian):
+            likelihood = likelihood.as_specified().fitted(component.require_layer("the noise").sums)
+        components.append(Component(component.network, None, None, likelihood))
+    return MoLA(components, weights=posterior.weights if count > 1 else "uniform")
 
 
-def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
-    predictions = []
-    if len(held_out):
-        prediction = posterior.make_prediction(held_out)
-        predictions = [networks_alone(posterior, prediction, count)]
-    alone = RegressionPrediction.gather(predictions, held_out.team)
-    targets = held_out.team.gather(held_out.labels)
-    return best_factors(alone.weights, alone.component_mean, alone.component_noise, targets)
+def part_of(captured: CapturedType, method: MoLA) -> CapturedType:
+    """Return the captured features and outputs that a method uses: those of its networks, and no features without a posterior."""
+    count = len(method.components)
+    outputs = captured.outputs[:count]
+    if method.structure is None:
+        return replace(captured, heads=[None] * count, features=[rows[..., :0] for rows in outputs], outputs=outputs)
+    return replace(captured, heads=captured.heads[:count], features=captured.features[:count], outputs=outputs)
 
 
-@dataclass(frozen=True)
-class PlainMethod:
-    """A method without Laplace approximations."""
-
-    predict: Callable[[Any], Any]
-    """Function from the posterior's prediction to the method's prediction."""
-    tuned: dict[str, Any] = field(default_factory=dict)
-    """The temperature or the noise, if it is tuned."""
-
-
-def _plain_methods(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, PlainMethod], list[str]]:
+def _plain_methods(posterior: MoLA, held_out: HeldOut | None) -> tuple[dict[str, MoLA], list[str]]:
     # Return the methods without Laplace approximations by name, and notes on their tuning for the report.
     count = len(posterior.components)
     members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
-    unscaled = {name: PlainMethod(partial(networks_alone, posterior, count=size)) for name, size in members.items()}
+    unscaled = {name: networks_alone(posterior, size) for name, size in members.items()}
     if held_out is None:
         return unscaled, []
-    methods: dict[str, PlainMethod] = {}
-    if not isinstance(posterior.likelihood, ClassificationLikelihood):
-        untuned = posterior.noise[0] * posterior.temperature * untuned_noise(posterior)[0].sqrt()
-        for name, size in members.items():
-            factors = noise_factors(posterior, held_out, size)
-            predict = partial(networks_alone, posterior, count=size, factor=factors)
-            methods |= {
-                name: unscaled[name],
-                name + NOISE: PlainMethod(predict, {"noise": (untuned * factors).tolist()}),
-            }
-        return methods, []
-    held_out.check_labels()
-    # Logits (K, n, C) and labels (n,) of the data from all processes.
-    rows = team.gather(torch.stack(list(held_out.outputs), dim=1) if len(held_out) else None)
-    labels = team.gather(held_out.labels if len(held_out) else None)
-    logits, labels = as_classes(rows.transpose(0, 1), labels, posterior.likelihood)
+    if posterior.likelihood.classification:
+        held_out.check_labels()
+    methods: dict[str, MoLA] = {}
     notes: list[str] = []
-    for name, size in members.items():
+    for name, method in unscaled.items():
+        methods[name] = method
+        data = part_of(held_out, method)
+        if not method.likelihood.classification:
+            methods[name + NOISE] = scale_noise(method, data)
+            continue
         with collect_warnings() as warnings:
-            temperature = fit_temperature(logits[:size], labels, posterior.weights if size > 1 else None)
-        predict = partial(networks_alone, posterior, count=size, factor=temperature)
-        methods |= {name: unscaled[name], name + TEMPERATURE: PlainMethod(predict, {"temperature": temperature})}
+            methods[name + TEMPERATURE] = with_best_temperature(method, data)
         notes += [f"{name}{TEMPERATURE}: {warning}" for warning in warnings]
-    if count > 1:
-        with collect_warnings():  # drop these notes, because the ensemble gives the same ones
-            temperature = fit_temperature(mixed(posterior.weights, list(logits)), labels)
-        predict = partial(_mean_of_logits, posterior, temperature=temperature)
-        methods[ENSEMBLE + LOGITS] = PlainMethod(predict, {"temperature": temperature})
+        if name == ENSEMBLE:
+            with collect_warnings():  # drop these notes, because the ensemble gives the same ones
+                methods[name + LOGITS] = with_best_temperature(method, data, "logits")
     return methods, notes
 
 
@@ -161,10 +106,8 @@ class ComparedMethods:
     """All methods, derived from one posterior. The ensemble uses the posterior's mixture weights."""
 
     posterior: MoLA
-    single: MoLA
-    """The posterior of the first network alone, tuned with the same rule."""
-    plain: Mapping[str, PlainMethod]
-    """The methods without Laplace approximations, by name."""
+    methods: Mapping[str, MoLA]
+    """All methods by name, in the order of the report; the last is the posterior."""
     sets: PredictionSets | None = None
     """Conformal sets for classification, if the posterior's folder contains scores for enough validation examples."""
     intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
@@ -173,56 +116,50 @@ class ComparedMethods:
     @property
     def subject(self) -> str:
         """Name of the method that the posterior implements: LLLA for one network, and MoLA otherwise."""
-        return LAPLACE if self.single is self.posterior else MIXTURE
+        return list(self.methods)[-1]
 
     def tuned(self) -> dict[str, dict[str, Any]]:
         """Return the values tuned for each method, by name, in the order of the report."""
-        tuned = {name: method.tuned for name, method in self.plain.items()}
-        for name, posterior in {LAPLACE: self.single, self.subject: self.posterior}.items():
-            tuned[name] = {"prior_precision": list(posterior.prior_precision)}
-            if not posterior.likelihood.classification:
-                tuned[name]["noise"] = posterior.noise[0].tolist()
-            tuned[name] |= posterior.settings.changed()
+        tuned: dict[str, dict[str, Any]] = {}
+        for name, method in self.methods.items():
+            laplace = method.structure is not None
+            values = {"prior_precision": list(method.prior_precision)} if laplace else {}
+            if not method.likelihood.classification and (laplace or name.endswith(NOISE)):
+                values["noise"] = method.noise[0].tolist()
+            changed = method.settings.changed()
+            tuned[name] = values | {key: changed[key] for key in changed if laplace or key == "temperature"}
         return tuned
 
-    def add(self, columns: Mapping[str, PredictionColumns], batch: Any, labels: Tensor | None, where: str) -> None:
-        """Add each method's predictions for a batch to its columns."""
-        (posterior_prediction,) = self.posterior.predict_batches([batch])
-        (single_prediction,) = (
-            (posterior_prediction,) if self.single is self.posterior else self.single.predict_batches([batch])
-        )
-        head = self.posterior.components[0].head
-        ignore_index = IGNORE_INDEX if head is None else head.ignore_index
-        if isinstance(posterior_prediction, Prediction):
-            labelled = Batch(as_batch(batch, where).inputs, labels)
-            labels = labels_of_logits([self.posterior], labelled, posterior_prediction.probs.shape, ignore_index, where)
-        flatten = partial(
-            flatten_positions,
-            where=where,
-            ignore_index=ignore_index,
-            positions=POSITIONS_PER_INPUT,
-            first=columns[self.subject].count,
-        )
-        single_prediction, _, _ = flatten(single_prediction, labels)
-        posterior_prediction, labels, dense_rows = flatten(posterior_prediction, labels)
-        predictions = {name: method.predict(posterior_prediction) for name, method in self.plain.items()}
-        for name, prediction in {**predictions, LAPLACE: single_prediction, self.subject: posterior_prediction}.items():
+    def add(self, columns: Mapping[str, PredictionColumns], captured: Captured) -> None:
+        """Add each method's predictions for a batch, whose features and outputs have been captured, to its columns."""
+        rows = captured.used()
+        labels = None if captured.labels is None else captured.labels.cpu()
+        dense_rows = None
+        if captured.layout.sizes:
+            indices = torch.arange(len(rows), device="cpu") if captured.in_use is None else captured.in_use
+            dense_rows = DenseRows(indices // captured.layout.count, captured.layout.inputs)
+        for name, method in self.methods.items():
+            part = part_of(rows, method)
+            prediction = method.make_prediction(part).cpu()
             guarantees: dict[str, Any] = {}
             if name == self.subject:
                 guarantees["sets"] = None if self.sets is None else self.sets(prediction)
                 guarantees["intervals"] = {level: ends(prediction) for level, ends in self.intervals.items()}
-            scores = self._scores(prediction, laplace=name not in self.plain)
-            columns[name].add(
-                prediction, labels, scores=scores, dense_rows=dense_rows, detail=True, where=where, **guarantees
-            )
+            scores = _scores(method, prediction, part)
+            columns[name].add(prediction, labels, scores=scores, dense_rows=dense_rows, detail=True, **guarantees)
 
-    def _scores(self, prediction: Any, *, laplace: bool) -> dict[str, Tensor]:
-        if isinstance(prediction, RegressionPrediction):
-            return regression_scores(prediction, ood_score=laplace)
-        logits = prediction.logit_mean
-        weights = self.posterior.weights if len(logits) > 1 else None
-        ood_score = prediction.ood_score if laplace else None
-        return outlier_scores(prediction.probs, logits, weights, ood_score, prediction.likelihood)
+
+def _scores(method: MoLA, prediction: Any, captured: Captured) -> dict[str, Tensor]:
+    laplace = method.structure is not None
+    if isinstance(prediction, RegressionPrediction):
+        return regression_scores(prediction, ood_score=laplace)
+    if laplace:
+        return outlier_scores(
+            prediction.probs, prediction.logit_mean, method.weights, prediction.ood_score, prediction.likelihood
+        )
+    scaled = [outputs.cpu() / method.temperature for outputs in captured.outputs]
+    logits = torch.stack(list(pooled(scaled, method.weights, method.pooling)))
+    return outlier_scores(prediction.probs, logits, method.weights, likelihood=prediction.likelihood)
 
 
 def tune_methods(
@@ -234,9 +171,9 @@ def tune_methods(
     """
     posterior = fitted.posterior
     single = _tune_single(fitted, held_out, outlier_loader, team)
-    plain, plain_notes = _plain_methods(posterior, held_out, team)
-    methods = ComparedMethods(posterior, single, plain, *_guarantees(fitted))
-    posteriors = {LAPLACE: single, methods.subject: posterior}
+    plain, plain_notes = _plain_methods(posterior, held_out)
+    posteriors = {LAPLACE: single} if single is posterior else {LAPLACE: single, MIXTURE: posterior}
+    methods = ComparedMethods(posterior, plain | posteriors, *_guarantees(fitted))
     tunings = {method: mixture.tuning for method, mixture in posteriors.items()}
     tuning_notes = [f"{method}: {note}" for method, tuning in tunings.items() if tuning for note in tuning.notes]
     return methods, [*_notes_on_data(posterior, held_out), *tuning_notes, *plain_notes]
@@ -277,10 +214,7 @@ def _tune_single(fitted: PosteriorFolder, held_out: HeldOut | None, outlier_load
     rule = fitted.job.make_rule(outlier_loader)
     if rule is None:
         return single
-    first = None
-    if held_out is not None and rule.needs_data:
-        parts = {name: getattr(held_out, name)[:1] for name in ("heads", "features", "outputs")}
-        first = replace(held_out, **parts)
+    first = part_of(held_out, single) if held_out is not None and rule.needs_data else None
     with collect_warnings():  # the report shows the notes from tuning instead of warnings
         return single.tune(first, rule=rule, progress=False, team=team)
 

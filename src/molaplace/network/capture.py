@@ -100,13 +100,21 @@ class Captured:
             labels = None if self.labels is None else self.labels[part]
             yield replace(self.select(part if self.in_use is None else self.in_use[part]), labels=labels)
 
+    def used(self) -> Captured:
+        """Return the rows in use, without positions."""
+        index = EVERY if self.in_use is None else self.in_use
+        features, outputs = ([self._at(values, index) for values in part] for part in (self.features, self.outputs))
+        return Captured(self.heads, features, outputs, Layout.of(outputs[0], -1), labels=self.labels)
+
     def on_cpu(self) -> Captured:
         """Copy the rows in use to main memory, without positions, and with the outputs in float64."""
-        index = EVERY if self.in_use is None else self.in_use
-        features = [self._at(values, index).cpu().clone() for values in self.features]
-        outputs = [self._at(values, index).cpu().to(torch.float64, copy=True) for values in self.outputs]
-        labels = None if self.labels is None else self.labels.cpu()
-        return Captured(self.heads, features, outputs, Layout.of(outputs[0], -1), labels=labels)
+        used = self.used()
+        return replace(
+            used,
+            features=[values.cpu().clone() for values in used.features],
+            outputs=[values.cpu().to(torch.float64, copy=True) for values in used.outputs],
+            labels=None if used.labels is None else used.labels.cpu(),
+        )
 
     def copied(self) -> Captured:
         """Copy the tensors, because a loader or network may reuse their memory. Dense outputs are too large to copy."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from molaplace.cli.explorer.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from molaplace.cli.explorer.subject import Subject
-from molaplace.cli.methods import networks_alone
 from molaplace.errors import MolaError, importing
+from molaplace.likelihoods.base import mixed
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
 with importing("the explorer", "gradio", "explore"):
@@ -96,10 +96,9 @@ class Explorer:
     def _methods(self, prediction: Any) -> dict[str, Tensor]:
         # Return the probabilities (n, C) given by the first network, by the mean of all networks, and by the mixture of Laplace
         # approximations.
-        posterior = self.subject.posterior
-        single = networks_alone(posterior, prediction, 1)
-        ensemble = networks_alone(posterior, prediction, len(posterior.components))
-        return dict(zip(EXPLORED_METHODS, (single.probs, ensemble.probs, prediction.probs), strict=True))
+        by_network = prediction.likelihood.probabilities(prediction.logit_mean)
+        ensemble = mixed(self.subject.posterior.weights, list(by_network))
+        return dict(zip(EXPLORED_METHODS, (by_network[0], ensemble, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
         """Return the HTML for a request that contains `picture` as a `data:` URL, the values of the sliders, and `invert`."""
