@@ -88,3 +88,12 @@ def test_every_measured_metric_is_in_the_catalogue():
     assert measured(labels).keys() | measured(classes).keys() <= reported <= CATALOGUE.keys()
     by_score = separation(classes, classes)
     assert {name for metrics in by_score.values() for name in metrics} <= OUTLIER_METRICS.keys()
+
+
+def test_every_prediction_is_in_the_histogram_of_confidences():
+    """The weights of ten networks sum to more than 1 in float32, and with them the confidence where all networks are certain."""
+    certain = torch.nn.functional.one_hot(torch.arange(60) % 3).float()
+    probs = mola.Mixture([lambda inputs: certain] * 10)(torch.zeros(60, 1))
+    assert float(probs.max()) > 1
+    result = labelled_result(by_columns(probs, torch.arange(60) % 3, mola.likelihoods.Categorical()))
+    assert result.histogram[-1] == result.reliability[-1][0] == 60
