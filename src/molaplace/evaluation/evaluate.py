@@ -8,15 +8,14 @@ uncertainty.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
-from molaplace import metrics
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
 from molaplace.evaluation.columns import PredictionColumns, flatten_positions
@@ -38,9 +37,6 @@ class Evaluation:
     entries: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
     """Number of inputs evaluated for each row of the table."""
-    bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
-    predictions in each of 15 confidence bins."""
 
     def __getitem__(self, key: tuple[str, str]) -> Mapping[str, Estimate]:
         if key not in self.entries:
@@ -140,7 +136,6 @@ def evaluate(
     )
     entries: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
-    bins: dict[tuple[str, str], Tensor] = {}
     for name, predictor in predictors.items():
         predict = predictor.predict_batch if isinstance(predictor, Predictor) else _predict_with(predictor, likelihood)
         inliers = None
@@ -151,9 +146,7 @@ def evaluate(
             measurements = measured(columns) if set_name in labelled else _separation(inliers, columns)
             entries[name, set_name] = {metric: measurement.estimate for metric, measurement in measurements.items()}
             counts[name, set_name] = columns.count
-            if set_name in labelled and "correct" in columns.data:
-                bins[name, set_name] = metrics.bin_sums(columns.data["confidence"], columns.data["correct"])
-    return Evaluation(entries, counts, bins)
+    return Evaluation(entries, counts)
 
 
 def _name_of(predictor: Any) -> str:
