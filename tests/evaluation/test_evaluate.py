@@ -170,11 +170,34 @@ def test_dense_outputs_leave_out_ignored_positions():
     drawn = mola.evaluate(posterior, loader((images, labels), 5), positions=7)["MoLA", "test"]
     assert drawn["nll"].value == pytest.approx(row["nll"].value, rel=0.2)
     assert drawn["nll"].error > row["nll"].error / 2
+    in_other_batches = mola.evaluate(posterior, loader((images, labels), 7), positions=7)["MoLA", "test"]
+    assert in_other_batches["nll"] == pytest.approx(drawn["nll"], rel=1e-5)
     blank = torch.full((2, 6, 5), -100)
-    padded = mola.evaluate(posterior, [*loader((images, labels), 5), (images[:2], blank)])["MoLA", "test"]
-    assert padded["nll"] == pytest.approx(row["nll"])
+    padded = mola.evaluate(posterior, [*loader((images, labels), 5), (images[:2], blank)])
+    assert padded["MoLA", "test"]["nll"] == pytest.approx(row["nll"])
+    assert padded.counts["MoLA", "test"] == 14
     with pytest.raises(DataError, match="contains no known labels"):
         mola.evaluate(posterior, [(images[:2], blank)])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_dense_yes_or_no_leaves_out_missing_labels_and_groups_by_input(outputs):
+    """Each known label is a row, a missing label is NaN, and the rows of an input depend on each other."""
+    images = torch.randn(8, 3, 4, 5, generator=generator())
+    labels = (torch.rand(8, outputs, 4, 5, generator=generator(1)) < 0.4).double()
+    labels[:, -1, 1] = math.nan
+    labels[5] = math.nan
+    ensemble = mola.ensemble(nn.Conv2d(3, outputs, 1), likelihood="bernoulli")
+    evaluation = mola.evaluate(ensemble, loader((images, labels), 3), ood={"far": [9 * images]})
+    known = ~labels.isnan()
+    losses = nn.functional.binary_cross_entropy(ensemble(images).double()[known], labels[known], reduction="none")
+    inputs = torch.arange(8)[:, None, None, None].expand_as(labels)[known]
+    expected = (float(losses.mean()), standard_error(losses, inputs))
+    assert evaluation["network", "test"]["nll"] == pytest.approx(expected, rel=1e-5)
+    positions = known.any(1)
+    scores = [(1 - torch.maximum(probs, 1 - probs)).mean(1) for probs in map(ensemble, (images, 9 * images))]
+    auroc = metrics.auroc(scores[0][positions], scores[1].flatten())
+    assert evaluation["network", "far"]["auroc_max_probability"].value == pytest.approx(auroc, abs=1e-5)
 
 
 def test_any_callable_is_a_predictor(evaluated):
@@ -196,6 +219,9 @@ def test_any_callable_is_a_predictor(evaluated):
     assert_close(exported_evaluation["exported", "far"], evaluation["MoLA", "far"], "float64")
     with pytest.raises(DataError, match="'probs'; got mean"):
         mola.evaluate(lambda inputs: {"mean": inputs}, test)
+    for scores in (torch.full((500,), math.nan), torch.zeros(3)):
+        with pytest.raises(DataError, match=r"predictor '<lambda>' on the test loader.* one ood_score"):
+            mola.evaluate(lambda x, scores=scores: exported(x) | {"ood_score": scores[: len(x)]}, test)
 
 
 class WithoutBrier(Categorical):
@@ -221,13 +247,15 @@ def test_a_score_that_a_likelihood_lacks_is_left_out(evaluated):
 def process(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     team = mola.distributed.Team()
-    ensemble, test = mola.ensemble(network()), loader(table(150, 5))
+    inputs, classes = table(150, 5)
     far = loader(table(60, 6, 2.0))  # one batch: a process has none
-    evaluation = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
-    alone = mola.evaluate(ensemble, test, ood={"far": far})
-    assert evaluation.counts == alone.counts
-    for key, row in alone.entries.items():
-        assert_close(evaluation[key], row, "float64")
+    for likelihood, labels in (("categorical", classes), ("bernoulli", (inputs[:, :4] > 0).double())):
+        ensemble, test = mola.ensemble(network(), likelihood=likelihood), loader((inputs, labels))
+        evaluation = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
+        alone = mola.evaluate(ensemble, test, ood={"far": far})
+        assert evaluation.counts == alone.counts
+        for key, row in alone.entries.items():
+            assert_close(evaluation[key], row, "float64")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -246,6 +274,7 @@ def test_the_table_prints_and_becomes_a_frame(evaluated):
     assert frame.loc[("MoLA", "far"), "auroc_ood_score_se"] == evaluation["MoLA", "far"]["auroc_ood_score"].error
     assert math.isnan(frame.loc[("MoLA", "far"), "nll"])
     assert str(Estimate(0.95123, 0.0021)) == "0.9512 ± 0.0021"
+    assert str(Estimate(0.5, 1e-9)) == str(Estimate(0.5)) == "0.5", "the error of a constant is rounding"
     with pytest.raises(KeyError, match="no row"):
         evaluation["MoLA", "nowhere"]
 

@@ -25,7 +25,7 @@ from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
 from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating, labels_of_logits
 from molaplace.numerics import as_tensor
-from molaplace.options import whole_number
+from molaplace.options import counted, whole_number
 from molaplace.prediction import Prediction
 from molaplace.predictor import Predictor
 
@@ -180,8 +180,13 @@ def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood 
         probs = as_probabilities(outputs["probs"], mixture.likelihood, "the output")
         if "ood_score" not in outputs:
             return prediction_of(probs[None], mixture.weights, mixture.likelihood)
-        fields: dict[str, Any] = {"probs": probs, "ood_score": as_tensor(outputs["ood_score"])}
-        return Prediction(fields, likelihood=mixture.likelihood)
+        ood_score = as_tensor(outputs["ood_score"]).flatten()
+        if len(ood_score) != len(probs) or bool(ood_score.isnan().any()):
+            raise DataError(
+                f"expected one ood_score for each of {counted(len(probs), 'input')}, none of them NaN; got {len(ood_score)} with "
+                f"{int(ood_score.isnan().sum())} NaN."
+            )
+        return Prediction({"probs": probs, "ood_score": ood_score}, likelihood=mixture.likelihood)
 
     return predict
 
