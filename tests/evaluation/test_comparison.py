@@ -11,6 +11,7 @@ from molaplace.evaluation import (
     PredictionColumns,
     labelled_result,
     lead,
+    outlier_leads,
     outlier_result,
     outlier_scores,
 )
@@ -53,6 +54,8 @@ def test_a_method_does_not_compete_with_itself_nor_with_its_copy():
     copies = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values), ("MAP",): mean_of(values - 1)}, "high")
     assert copies.clear == (("DE",), ("MoLA",)), "the same numbers are marked alike"
     assert (copies.level, copies.rival) == ((("MoLA",),), ("MAP",))
+    flipped = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values.flip(0))}, "high")
+    assert (flipped.level, len(flipped.rival)) == ((), 1), "equal means of different values are no copies"
     alone = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values)}, "high")
     assert (alone.rival, alone.clear) == (None, ())
 
@@ -65,6 +68,21 @@ def test_every_pair_of_methods_is_compared():
     for order in itertools.permutations(estimates):
         leader = lead({name: estimates[name] for name in order}, "high")
         assert (leader.rival, leader.clear) == (("third",), ())
+
+
+def test_on_outliers_low_confidence_leads_and_few_missed_outliers():
+    spread = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def columns(confidence):
+        table = PredictionColumns()
+        table.add_probabilities(torch.stack([confidence, 1 - confidence], 1))
+        return table
+
+    inliers = columns(0.8 + 0.2 * spread)
+    outliers = {"sure": columns(0.75 + 0.2 * spread.flip(0)), "doubtful": columns(0.5 + 0.2 * spread)}
+    leads = outlier_leads(dict.fromkeys(outliers, inliers), outliers)
+    assert {name: leader.best[0] for name, leader in leads.items()} == dict.fromkeys(leads, "doubtful")
+    assert {"confidence", "max probability", "auroc", "fpr95"} <= leads.keys()
 
 
 # --- results ----------------------------------------------------------------------------------------------------------------

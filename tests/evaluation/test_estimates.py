@@ -101,6 +101,7 @@ def test_groups_of_one_are_no_groups():
     assert grouped.error == pytest.approx(area_between(near, far).error)
     assert math.isnan(mean_of(near, torch.zeros(40, dtype=torch.int64)).error)
     assert mean_of(near, torch.arange(40)).minus(mean_of(near)).error == 0
+    assert mean_of(near, 3 * torch.arange(40)).error == pytest.approx(mean_of(near).error), "indices may have gaps"
 
 
 def test_the_area_of_labels_counts_inputs():
