@@ -358,6 +358,8 @@ def test_a_quarter_turn_is_counter_clockwise_and_four_are_none():
         turned = rotate(turned, 90)
     torch.testing.assert_close(turned, image)
     assert rotate(image, 0) is image
+    wide = torch.rand(1, 2, 4, 8)
+    torch.testing.assert_close(rotate(wide, 90)[..., 2:6], torch.rot90(wide[..., 2:6], 1, (2, 3)))
 
 
 def test_patches_fill_the_range_of_the_digits_and_are_not_noise():

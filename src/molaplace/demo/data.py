@@ -158,7 +158,10 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
     if degrees % 360 == 0:
         return images
     angle = math.radians(degrees)
-    # The matrix maps positions in the result to positions in the source, with y pointing down.
-    inverse = images.new_tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
+    ratio = images.shape[2] / images.shape[3]
+    # The matrix maps positions in the result to positions in the source, in units of half a side, with y pointing down.
+    inverse = images.new_tensor(
+        [[math.cos(angle), -math.sin(angle) * ratio, 0.0], [math.sin(angle) / ratio, math.cos(angle), 0.0]]
+    )
     grid = functional.affine_grid(inverse.expand(len(images), 2, 3), list(images.shape), align_corners=False)
     return functional.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
