@@ -508,6 +508,8 @@ WRONG = {
     "an unknown name": (lambda: mola.adapters(bert(), ["first", "secnd"]), OptionError, "got 'secnd'.*'second'"),
     "a name twice": (lambda: mola.adapters(bert(), ["first", "first"]), OptionError, "at most once"),
     "no names": (lambda: mola.adapters(bert(), []), OptionError, "at least one"),
+    "a number": (lambda: mola.adapters(bert(), 3), OptionError, "names must be names.* got 3"),
+    "no heads": (lambda: mola.adapters(nn.Linear(3, 3), heads=[]), OptionError, "non-empty"),
     "no adapters": (lambda: mola.adapters(nn.Linear(3, 2)), OptionError, "Linear has none.*heads="),
     "unloaded adapters": (unloaded, OptionError, "has none.*load the backbone"),
     "merged adapters": (merged, OptionError, "'second'.*unmerge_adapter"),

@@ -96,7 +96,9 @@ def adapters(
             argument="model",
         )
     known = list(holder.peft_config)
-    names = known if names is None else [names] if isinstance(names, str) else list(names)
+    if names is None:
+        names = known
+    names = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     for name in names:
         if name not in known:
             raise OptionError(
@@ -122,7 +124,8 @@ def _branches(trunk: nn.Module, names: object, heads: Sequence[nn.Module]) -> li
     modules = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, nn.Sequential) else [heads]
     if not modules or not all(isinstance(head, nn.Module) for head in modules) or len(set(modules)) < len(modules):
         raise OptionError(
-            f"must be a list or nn.ModuleList of different modules, got {type(heads).__name__}.", argument="heads"
+            f"must be a non-empty list or nn.ModuleList of different modules, got {type(heads).__name__}.",
+            argument="heads",
         )
     return [Branch(trunk, head) for head in modules]
 
