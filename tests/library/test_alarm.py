@@ -69,6 +69,13 @@ def test_wrong_rates_are_refused(rate):
         mola.alarm_threshold(torch.zeros(50), rate)
 
 
+def test_a_score_that_is_not_a_number_is_neither_an_alarm_nor_none():
+    threshold = mola.alarm_threshold(torch.arange(50.0), 0.1)
+    assert threshold([math.inf, 0.0, -math.inf]).tolist() == [True, False, False]
+    with pytest.raises(DataError, match="NaN for 1 of 2"):
+        threshold([math.nan, 0.0])
+
+
 @pytest.mark.parametrize("scores", [[0.0, math.nan], torch.zeros(50, 2), ["high", "low"]])
 def test_values_that_are_not_scores_are_refused(scores):
     with pytest.raises(DataError, match="scores must be"):

@@ -40,7 +40,13 @@ class Threshold(float):
         return threshold
 
     def _above(self, scores: Any) -> Tensor:
-        return self._numbers(scores).double() > float(self)  # in float64, as when the threshold was chosen
+        values = self._numbers(scores)
+        if bool(values.isnan().any()):
+            raise DataError(
+                f"must be scores that can be compared with the threshold; got NaN for {int(values.isnan().sum())} of {values.numel()}.",
+                argument="prediction",
+            )
+        return values.double() > float(self)  # in float64, as when the threshold was chosen
 
     def _numbers(self, values: Any) -> Tensor:
         try:
