@@ -8,6 +8,8 @@ import pytest
 
 from molaplace.evaluation import Comparison, Lead, MethodResult, SetInfo
 from molaplace.report.comparison_tables import evaluation_tables
+from molaplace.report.numbers import Quantity
+from molaplace.report.tables import Column, quantity_table
 from molaplace.report.words import evaluation_findings
 from molaplace.report.writing import evaluation_page
 from tests.made_up_results import SPREAD, record
@@ -55,6 +57,14 @@ def one_run() -> Comparison:
         notes=("<script>alert(1)</script>",),
         made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"molaplace": "1.0"}},
     )
+
+
+def test_a_column_of_zeros_is_shown_and_one_without_numbers_is_not():
+    numbers = {"zeros": 0.0, "unknown": None}
+    columns = [Column(name, quantity=Quantity(name, "nll")) for name in numbers]
+    table = quantity_table("", "", lambda quantity, factor: {"MAP": numbers[quantity.sets]}, columns)
+    assert [column.name for column in table.columns] == ["zeros"]
+    assert texts(table) == {"MAP": ["0.0"]}
 
 
 def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():

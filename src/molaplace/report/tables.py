@@ -137,7 +137,11 @@ def quantity_table(
     `numbers` returns the numbers of each method for a quantity and a unit factor, and `best` the methods to mark in a column.
     """
     by_column = [(column, numbers(column.quantity, column.factor)) for column in columns]
-    nonempty = [(column, values) for column, values in by_column if any(values.values()) or aside]
+    nonempty = [
+        (column, values)
+        for column, values in by_column
+        if aside or any(number is not None for number in values.values())
+    ]
     marked = [(name, index) for index, (column, values) in enumerate(nonempty) for name in best(column, values)]
     methods = dict.fromkeys(name for _, values in nonempty for name in values)
     rows = {method: [values[method] for _, values in nonempty] for method in methods}
