@@ -147,6 +147,21 @@ def test_results_are_the_metrics_of_all_data_at_once():
     assert out.confidence == metrics.mean_confidence(far)
 
 
+def test_types_of_shift_take_turns():
+    probs, *_, labels = ensemble(91)
+    columns = PredictionColumns()
+    columns.add_probabilities(probs, labels)
+    by_type = labelled_result(columns, types=["fog", "snow", "rain"]).types
+    assert list(by_type) == ["fog", "snow", "rain"]
+    for first, values in enumerate(by_type.values()):
+        expected = {
+            "accuracy": metrics.accuracy(probs[first::3], labels[first::3]),
+            "nll": metrics.negative_log_likelihood(probs[first::3], labels[first::3]),
+            "ece": metrics.expected_calibration_error(probs[first::3], labels[first::3]),
+        }
+        assert values == pytest.approx(expected, rel=1e-5)
+
+
 def test_bins_of_a_reliability_diagram_have_equal_numbers_of_expected_errors():
     probs, *_, labels = ensemble(500)
     columns = PredictionColumns()
