@@ -130,7 +130,6 @@ def bench(
     network: Architecture = None,
     train: Annotated[bool, typer.Option("--train", help="Train missing networks first")] = False,
     normalisation: Annotated[str | None, typer.Option(metavar="NAME", help="none, cifar10 or imagenet")] = None,
-    corruptions: Annotated[str, typer.Option(help="Corruptions of CIFAR-10-C: paper (16 types) or all (19)")] = "paper",
     train_images: TrainImages = None,
     test_images: Annotated[int | None, typer.Option(min=1, help="Use at most N inputs of each test set")] = None,
     outliers: Annotated[int | None, typer.Option(min=1, help="Use at most N inputs of each OOD set")] = None,
@@ -175,7 +174,6 @@ def bench(
         cross_fit=cross_fit,
         download=download,
         normalisation=normalisation,
-        corruptions=corruptions,
     )
     definition.check_options(options)
     comparisons = _comparisons(groups)

@@ -141,8 +141,6 @@ class DataOptions:
     download: bool = False
     normalisation: str | None = None
     """Name of the normalisation for all inputs, including outliers; the suite's normalisation if None."""
-    corruptions: str = "paper"
-    """Corruptions of CIFAR-10-C: "paper" for the paper's 16 types, or "all" for the 19 published types."""
     shifted: int | None = None
     """Maximum number of images in each shifted test set; all images if None."""
     image_size: int | None = None
@@ -153,18 +151,21 @@ class DataOptions:
     """True to divide the labelled images into folds instead of reading training data."""
 
     def __post_init__(self) -> None:
-        one_of(self.corruptions, ("paper", "all"), "corruptions")
         if self.normalisation is not None:
             one_of(self.normalisation, NORMALISATIONS, "normalisation")
 
     def describe(self) -> dict[str, Any]:
         """Return the options that affect results, as JSON values."""
-        always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
+        always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # "consistent" means that outliers are normalised like the training data. Optional entries with default values are omitted, so
-        # that records without these entries still match.
-        return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
+        # The constants stand for the paper's 16 types of corruption, and for outliers that are normalised like the training data. Optional
+        # entries with default values are omitted, so that records without these entries still match.
+        return (
+            always
+            | {"corruptions": "paper", "conventions": "consistent"}
+            | {name: value for name, value in optional.items() if value}
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from molaplace_lab.commands import app
 from molaplace_lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
 from molaplace_lab.records import Store
 from molaplace_lab.suite import DataOptions
-from molaplace_lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
+from molaplace_lab.suites.cifar10 import CIFAR10
 from tests.lab.test_datasets import colour, records, write_idx
 
 NETWORK = """
@@ -110,7 +110,7 @@ def write_cifar(root):
 @pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypatch):
     types = PAPER_CORRUPTIONS[:3]
-    monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
+    monkeypatch.setattr("molaplace_lab.suites.cifar10.PAPER_CORRUPTIONS", types)
     pixels, labels = write_cifar(tmp_path)
     generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     folder = tmp_path / "CIFAR-10-C"

@@ -9,7 +9,7 @@ import torch
 
 from molaplace.errors import DataError, warn
 from molaplace.images import Images
-from molaplace_lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
+from molaplace_lab.corruptions.catalogue import PAPER_CORRUPTIONS, SEVERITIES, corrupt
 from molaplace_lab.data.catalogue import data_directory, load_images
 from molaplace_lab.data.cifar10_c import ARCHIVE, find_cifar10_c, load_cifar10_c, load_cifar10h
 from molaplace_lab.data.download import fetch
@@ -28,7 +28,6 @@ from molaplace_lab.suites.image_sources import (
 )
 from molaplace_lab.training import RECIPES
 
-CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
 CORRUPTION_SEED = 0
 SIDE = 32
 NETWORKS = ("wrn-16-4", "resnet-20", "resnet-32", "resnet-44", "resnet-56", "resnet-110")
@@ -46,10 +45,9 @@ OUTLIERS = {
 def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
     # Each image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first images
     # of the shifted set.
-    types = CORRUPTION_SETS[options.corruptions]
     pixels = images.pixels.clone()
-    for index, corruption in enumerate(types[: len(images)]):
-        rows = slice(index, None, len(types))
+    for index, corruption in enumerate(PAPER_CORRUPTIONS[: len(images)]):
+        rows = slice(index, None, len(PAPER_CORRUPTIONS))
         if published is None:
             pixels[rows] = corrupt(pixels[rows], corruption, severity, seed=CORRUPTION_SEED)
             continue
@@ -64,16 +62,15 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    types = CORRUPTION_SETS[options.corruptions]
     root = data_directory(options.directory)
     images = test_images("cifar10", options).evenly(options.shifted)
-    published = find_cifar10_c(types, root)
+    published = find_cifar10_c(PAPER_CORRUPTIONS, root)
     if published is None and options.download:
         try:
             fetch(ARCHIVE, root)
         except DataError as error:
             warn(f"CIFAR-10-C is generated, because it could not be downloaded: {error}")
-        published = find_cifar10_c(types, root)
+        published = find_cifar10_c(PAPER_CORRUPTIONS, root)
     severities = {
         f"severity {severity}": image_source(
             options,
@@ -83,9 +80,9 @@ def _sources(options: DataOptions) -> dict[str, Source]:
             "shift",
             images,
             change=partial(_corrupted, severity=severity, options=options, published=published),
-            changed_by=("corruption", severity, list(types), "published" if published else CORRUPTION_SEED),
+            changed_by=("corruption", severity, list(PAPER_CORRUPTIONS), "published" if published else CORRUPTION_SEED),
             level=severity,
-            types=types,
+            types=PAPER_CORRUPTIONS,
         )
         for severity in SEVERITIES
     }
@@ -116,7 +113,7 @@ CIFAR10 = Suite(
     threshold=None,
     shift={"title": "CIFAR-10-C", "axis": "severity"},
     make_sources=_sources,
-    options=frozenset({"train", "test", "shifted", "outliers", "normalisation", "corruptions"}),
+    options=frozenset({"train", "test", "shifted", "outliers", "normalisation"}),
     training_data=training(partial(load, "cifar10", "train"), "cifar10"),
     measures=_measures,
     budget=Budget(SwagBudget(learning_rate=2e-3)),
