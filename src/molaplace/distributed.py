@@ -47,9 +47,9 @@ class Team:
         self._group = group
         if self.size > 1 and "gloo" not in dist.get_backend_config(group):
             # A Gloo group is needed because objects and sums are sent from main memory, which NCCL cannot read.
-            partial = self.size < dist.get_world_size()
+            is_subgroup = self.size < dist.get_world_size()
             ranks = dist.get_process_group_ranks(group)
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=is_subgroup)
             # Without this barrier, a process could exit and close its connection while other processes are still connecting.
             dist.barrier(self._group)
 

@@ -286,13 +286,13 @@ def _heads_and_batches(
         batches = batches if first is None else chain([first], batches)
     heads = None
     if first is not None:
-        place = "batch 0 of the training loader"
-        batch = as_batch(first, place)
+        batch_name = "batch 0 of the training loader"
+        batch = as_batch(first, batch_name)
         heads = find_heads(networks, names, batch.inputs, likelihood)
         if heads[0].dense_axes == 1:  # before the size of a whole vocabulary is refused
-            check_positions_labelled(networks, batch, heads[0].outputs, place)
+            check_positions_labelled(networks, batch, heads[0].outputs, batch_name)
     descriptions = [(head.name, head.every_position, head.dense_axes) for head in heads or ()]
-    descriptions = next((others for others in team.collect(descriptions) if others), [])
+    descriptions = next((of_rank for of_rank in team.collect(descriptions) if of_rank), [])
     if not descriptions:
         raise DataError("the training loader is empty on every rank. Pass at least one batch.")
     if heads is None:

@@ -86,8 +86,8 @@ class MoLA(LaplaceMixture):
             fields = self.by_rows(captured, self._regression_fields)
             return RegressionPrediction(fields, weights=self.weights, **shared)
         classes = captured.outputs[0].shape[-1]
-        drawn = classes * num_draws(classes)  # for the epistemic share
-        details = partial(self.by_rows, captured, lambda rows: self._details(rows, seed), drawn)
+        row_size = classes * num_draws(classes)  # for the epistemic share
+        details = partial(self.by_rows, captured, lambda rows: self._details(rows, seed), row_size)
         fields = self.by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
         return Prediction(fields, details=details, **shared)
 

@@ -76,8 +76,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         total = 0.0
         for rows, row_labels in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
             log_probs = torch.log_softmax(math.exp(-log_temperature) * rows, dim=-1)
-            chosen = log_probs.gather(-1, row_labels[None, :, None].expand(count, -1, 1)).squeeze(-1)
-            total += float(torch.logsumexp(chosen + log_weights, dim=0).sum())
+            log_likelihoods = log_probs.gather(-1, row_labels[None, :, None].expand(count, -1, 1)).squeeze(-1)
+            total += float(torch.logsumexp(log_likelihoods + log_weights, dim=0).sum())
         return (total - float(negative_log_prior(log_temperature))) / len(labels)
 
     best = maximise(score, low, high, coarse=GRID)

@@ -136,8 +136,7 @@ class ComparedMethods:
         labels = None if captured.labels is None else captured.labels.cpu()
         dense_rows = None
         if captured.layout.sizes:
-            indices = torch.arange(len(rows), device="cpu") if captured.in_use is None else captured.in_use
-            dense_rows = DenseRows(indices // captured.layout.count, captured.layout.inputs)
+            dense_rows = DenseRows(captured.row_numbers // captured.layout.count, captured.layout.inputs)
         for name, method in self.methods.items():
             part = part_of(rows, method)
             prediction = method.make_prediction(part).cpu()

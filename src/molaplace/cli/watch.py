@@ -73,8 +73,8 @@ class WatchCommandOptions(PosteriorOptions, RunOptions):
 
 
 @dataclass(frozen=True)
-class ShownInput:
-    """An input of a run that is shown to the user."""
+class InputScore:
+    """An input of a run, with its outlier score."""
 
     name: str
     score: float
@@ -82,12 +82,12 @@ class ShownInput:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The inputs of a run that are shown to the user; none if the run has no new inputs."""
+class Highlights:
+    """The inputs of a run that the user should look at; none if the run has no new inputs."""
 
     title: str
     """What these inputs are."""
-    inputs: list[ShownInput]
+    inputs: list[InputScore]
 
 
 def watch(options: WatchCommandOptions) -> None:
@@ -112,13 +112,15 @@ def watch(options: WatchCommandOptions) -> None:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
-        log, shown = run_watch(fitted, options, source, skipped, progress)
-        sentences = watch_sentences(log, shown)
+        log, highlights = run_watch(fitted, options, source, skipped, progress)
+        sentences = watch_sentences(log, highlights)
         page = options.log.with_suffix(".html")
-        if shown.inputs or not page.exists():  # a run without new inputs keeps the page of the last run
+        if highlights.inputs or not page.exists():  # a run without new inputs keeps the page of the last run
             baseline = log.watch.baseline
-            pictures = _pictures(fitted, source, shown.inputs)
-            content = watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, shown.title, pictures)
+            pictures = _pictures(fitted, source, highlights.inputs)
+            content = watch_page(
+                log.lines, baseline.quantiles, baseline.accuracy, sentences, highlights.title, pictures
+            )
             write_atomically(page, content.encode())
         progress("done", 1.0)
     write_run(options, "watch", options.log.with_name(f"{options.log.name}.toml"))
@@ -137,7 +139,7 @@ def watch(options: WatchCommandOptions) -> None:
 
 def run_watch(
     fitted: PosteriorFolder, options: WatchCommandOptions, source: Dataset, skipped: SkippedInputs, progress: Progress
-) -> tuple[WatchLog, Shown]:
+) -> tuple[WatchLog, Highlights]:
     """Predict the new inputs and write them to the log in the order of their digests; return the closed log and the inputs to show."""
     baseline = _baseline(fitted, options)
     new = Watch.of(
@@ -169,28 +171,28 @@ def run_watch(
         # The files may be sorted by class. In the order of the digests, which is pseudo-random, that is no change.
         columns = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
         digests = np.array(list(names), dtype=np.int64)
-        inputs: list[ShownInput] = []
+        inputs: list[InputScore] = []
         for rows in np.split(np.argsort(digests), range(BATCH, len(digests), BATCH)):
             if len(rows):
                 batch_columns = {name: values[rows] for name, values in columns.items()}
                 log.watch.streams = (log.watch.streams[0].add_columns(batch_columns, log.watch.options),)
                 added = [
-                    ShownInput(names[digest], score, digest)
+                    InputScore(names[digest], score, digest)
                     for digest, score in zip(digests[rows].tolist(), batch_columns["score"].tolist(), strict=True)
                 ]
                 log.add(_line(log, added))
                 inputs += added
     skipped.require_some(used, source.name)
-    return log, _inputs_to_show(log.watch, first, inputs)
+    return log, _highlights(log.watch, first, inputs)
 
 
-def _inputs_to_show(watch: Watch, first: int, inputs: list[ShownInput]) -> Shown:
+def _highlights(watch: Watch, first: int, inputs: list[InputScore]) -> Highlights:
     # Scores that are too low may raise the alarm too, and then the strangest inputs are not its reason.
     if watch.alarm:
         contributions = watch.streams[0].contributions(first)
         if contributions:
-            return Shown(CONTRIBUTIONS, [inputs[entry.position - first] for entry in contributions][:PICTURES])
-    return Shown(STRANGEST, sorted(inputs, key=lambda entry: -entry.score)[:PICTURES])
+            return Highlights(CONTRIBUTIONS, [inputs[entry.position - first] for entry in contributions][:PICTURES])
+    return Highlights(STRANGEST, sorted(inputs, key=lambda entry: -entry.score)[:PICTURES])
 
 
 def _usable_names(batch: InputBatch) -> list[str]:
@@ -234,7 +236,7 @@ def _digests(names: Sequence[str], inputs: Any) -> list[int]:
     return digests
 
 
-def _line(log: WatchLog, inputs: list[ShownInput]) -> dict[str, Any]:
+def _line(log: WatchLog, inputs: list[InputScore]) -> dict[str, Any]:
     strangest = sorted(inputs, key=lambda entry: -entry.score)[:NAMES_IN_LINE]
     alarm = log.watch.alarm
     accuracy = log.watch.accuracy
@@ -258,9 +260,9 @@ def _line(log: WatchLog, inputs: list[ShownInput]) -> dict[str, Any]:
     }
 
 
-def watch_sentences(log: WatchLog, shown: Shown) -> list[str]:
+def watch_sentences(log: WatchLog, highlights: Highlights) -> list[str]:
     """Return three sentences: the alarm, the accuracy, and the inputs to look at."""
-    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _shown_sentence(shown)]
+    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _highlights_sentence(highlights)]
 
 
 def _alarm_sentence(log: WatchLog) -> str:
@@ -306,14 +308,14 @@ def _accuracy_sentence(watch: Watch) -> str:
     return f"The accuracy on {recent} cannot be estimated: {why}."
 
 
-def _shown_sentence(shown: Shown) -> str:
-    if not shown.inputs:
+def _highlights_sentence(highlights: Highlights) -> str:
+    if not highlights.inputs:
         return "New inputs: none, because all inputs of this run were in the log before."
-    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in shown.inputs[:NAMES_IN_LINE])
-    return f"{shown.title}, with their outlier scores: {names}."
+    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in highlights.inputs[:NAMES_IN_LINE])
+    return f"{highlights.title}, with their outlier scores: {names}."
 
 
-def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[ShownInput]) -> list[dict[str, Any]]:
+def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[InputScore]) -> list[dict[str, Any]]:
     # Which inputs are shown is known only once all have been read, so these few are read again.
     urls: dict[int, str | None] = dict.fromkeys(entry.digest for entry in inputs)
     missing = set(urls)

@@ -302,12 +302,12 @@ def _ignored_keys(network: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     ]
     if "VAR_KEYWORD" not in kinds or not models:
         return []
-    named = {name for module in (network, *models) for name in signature_of(module).parameters}
-    size = next((len(value) for key, value in inputs.items() if key in named and isinstance(value, Tensor)), None)
+    arguments = {name for module in (network, *models) for name in signature_of(module).parameters}
+    size = next((len(value) for key, value in inputs.items() if key in arguments and isinstance(value, Tensor)), None)
     return [
         key
         for key, value in inputs.items()
-        if key not in named
+        if key not in arguments
         and key not in ("length", "overflow_to_sample_mapping")  # of tokenizers
         and not key.endswith(("_mask", "token_type_ids", "position_ids"))
         and isinstance(value, Tensor)

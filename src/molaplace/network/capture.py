@@ -60,6 +60,11 @@ class Captured:
         return self.layout.num_rows if self.in_use is None else len(self.in_use)
 
     @property
+    def row_numbers(self) -> Tensor:
+        """Numbers of the rows in use, on the CPU."""
+        return torch.arange(self.layout.num_rows, device="cpu") if self.in_use is None else self.in_use
+
+    @property
     def used_inputs(self) -> int:
         """Number of inputs with at least one row in use."""
         if self.in_use is None:
@@ -330,14 +335,14 @@ def with_labels(
     width = like.shape[-1]
     if captured.layout.sizes:
         labels = captured.layout.labels(labels.cpu(), width, batch_name)
-        used = labels != ignore_index
-        if used.dim() == 2:
-            if bool((used.any(1) & ~used.all(1)).any()):
+        in_use_mask = labels != ignore_index
+        if in_use_mask.dim() == 2:
+            if bool((in_use_mask.any(1) & ~in_use_mask.all(1)).any()):
                 # NaN marks individual labels as missing. A Bernoulli likelihood accepts NaN; a Gaussian likelihood rejects it.
-                labels = torch.where(used, labels.double(), torch.nan)
-            used = used.any(1)
-        labels = labels[used]
-        in_use = used.nonzero().flatten()
+                labels = torch.where(in_use_mask, labels.double(), torch.nan)
+            in_use_mask = in_use_mask.any(1)
+        labels = labels[in_use_mask]
+        in_use = in_use_mask.nonzero().flatten()
     else:
         labels = labels.clone()  # the loader may reuse this memory for the next batch
     device = float64_device(like.device)
@@ -358,15 +363,15 @@ def with_labels(
 def _with_drawn_positions(captured: Captured, most: int, first_input: int) -> Captured:
     # Return at most `most` of the rows in use of each input.
     layout = captured.layout
-    in_use = torch.arange(layout.num_rows, device="cpu") if captured.in_use is None else captured.in_use
+    in_use = captured.row_numbers
     counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)
-    drawn = torch.cat(
+    indices = torch.cat(
         [start + drawn_positions(count, most, first_input + number) for number, (start, count) in enumerate(parts)]
     )
-    labels = None if captured.labels is None else captured.labels[drawn]
-    return replace(captured, labels=labels, in_use=in_use[drawn])
+    labels = None if captured.labels is None else captured.labels[indices]
+    return replace(captured, labels=labels, in_use=in_use[indices])
 
 
 def check_finite(outputs: Tensor, phi: Tensor | None = None, rows: Tensor | None = None) -> None:

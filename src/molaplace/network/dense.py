@@ -112,5 +112,5 @@ def drawn_positions(count: int, most: int, index: int) -> Tensor:
     if count <= most:
         return torch.arange(count, device="cpu")
     # NumPy uses all bits of a seed. PyTorch uses the last 32, which are the same on every rank (`Team.unique`).
-    drawn = np.random.default_rng(index).choice(count, most, replace=False, shuffle=False)
-    return torch.from_numpy(np.sort(drawn))
+    positions = np.random.default_rng(index).choice(count, most, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(positions))

@@ -178,9 +178,9 @@ def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tu
 
     def record(layer: Any, features: Tensor, output: object) -> None:
         if isinstance(output, Tensor):
-            for before in calls:
-                if len(before.shape) > 2 and output.dim() > 2 and before.name not in keep:
-                    before.tensors = None
+            for earlier_call in calls:
+                if len(earlier_call.shape) > 2 and output.dim() > 2 and earlier_call.name not in keep:
+                    earlier_call.tensors = None
             calls.append(_Call(names[id(layer)], layer, output.shape, (features.detach(), output)))
 
     with hooked({id(module): module for module in layers.values()}.values(), record):

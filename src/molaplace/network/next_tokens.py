@@ -18,7 +18,7 @@ from molaplace.network.token_choice import causal_language_model, check_choices,
 
 
 def labels_of_logits(
-    networks: Sequence[nn.Module], batch: Batch, outputs: Sequence[int], ignore_index: int, place: str
+    networks: Sequence[nn.Module], batch: Batch, outputs: Sequence[int], ignore_index: int, batch_name: str
 ) -> Tensor | None:
     """Return the label of the logits at each position, given the shape of the logits.
 
@@ -29,41 +29,41 @@ def labels_of_logits(
         DataError: if labels in a mapping are already shifted, or labels beside a tensor of tokens are not, or if texts have one label.
     """
     labels = batch.labels
-    check_choices(networks, batch, outputs, place)
+    check_choices(networks, batch, outputs, batch_name)
     if labels is None or len(outputs) != 3:
         return labels
-    check_positions_labelled(networks, batch, outputs[2], place)
+    check_positions_labelled(networks, batch, outputs[2], batch_name)
     if labels.shape != outputs[:2]:
         return labels
     if not any(_is_causal(network, outputs[2]) for network in networks):
         return labels
     tokens = texts_of(batch)
     known = labels != ignore_index
-    same = False
-    following = False
+    equal_inputs = False
+    equal_next_inputs = False
     if tokens is not None and tokens.shape == labels.shape and bool(known.any()):
         tokens = tokens.to(labels.device)
-        same = bool((labels == tokens)[known].all())
-        following = bool((labels[:, :-1] == tokens[:, 1:])[known[:, :-1]].all())
+        equal_inputs = bool((labels == tokens)[known].all())
+        equal_next_inputs = bool((labels[:, :-1] == tokens[:, 1:])[known[:, :-1]].all())
     if not isinstance(batch.inputs, Mapping):
-        if same and not following:
+        if equal_inputs and not equal_next_inputs:
             raise DataError(
                 "the labels of a causal language model equal its input tokens, but the logits at position t belong to the token at t + 1. "
                 'Pass {"input_ids": tokens, "labels": tokens}, which is shifted as transformers does, or (tokens[:, :-1], tokens[:, 1:]).',
-                place=place,
+                place=batch_name,
             )
         return labels
-    if following and not same and bool(known[:, :-1].any()):
+    if equal_next_inputs and not equal_inputs and bool(known[:, :-1].any()):
         raise DataError(
             "the labels are already shifted: each equals the next input token. Causal language models of transformers shift the labels "
             f"by themselves, and so does the fit. Pass labels equal to input_ids, with {ignore_index} at positions to ignore.",
-            place=place,
+            place=batch_name,
         )
     last = torch.full_like(labels[:, :1], ignore_index)
     return torch.cat([labels[:, 1:], last], dim=1)
 
 
-def check_positions_labelled(networks: Sequence[nn.Module], batch: Batch, vocabulary: int, place: str) -> None:
+def check_positions_labelled(networks: Sequence[nn.Module], batch: Batch, vocabulary: int, batch_name: str) -> None:
     """Raise `DataError` if each text has a single label, but a causal language model has logits for its vocabulary at every position."""
     labels = batch.labels
     if labels is not None and labels.dim() == 1 and any(_is_causal(network, vocabulary) for network in networks):
@@ -71,7 +71,7 @@ def check_positions_labelled(networks: Sequence[nn.Module], batch: Batch, vocabu
             f"the labels have shape {tuple(labels.shape)}, one for each text, but a causal language model has logits for {vocabulary:,} "
             f"tokens at every position. If the labels are answers of one token, name these tokens, such as tokens=[' A', ' B'] with "
             f"tokenizer=tokenizer. For next tokens, pass labels equal to input_ids.",
-            place=place,
+            place=batch_name,
         )
 
 

@@ -107,8 +107,8 @@ class TokenChoice(nn.Module):
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
         """Return the logits of the tokens after the last position of each text. Without a mask, no position may be padding."""
-        named = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-        features = self._features({name: value for name, value in named.items() if value is not None})
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+        features = self._features({name: value for name, value in arguments.items() if value is not None})
         count, positions = features.shape[:2]
         length = positions if input_ids is None else input_ids.shape[1]
         if positions < length:
@@ -234,22 +234,22 @@ def last_positions(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     Raises:
         DataError: if a text is empty, or its positions are not contiguous.
     """
-    used = mask != 0
-    if tuple(used.shape) != shape:
+    is_token = mask != 0
+    if tuple(is_token.shape) != shape:
         raise DataError(
-            f"expected an attention mask of shape {shape}, one entry for each token; got {tuple(used.shape)}."
+            f"expected an attention mask of shape {shape}, one entry for each token; got {tuple(is_token.shape)}."
         )
     positions = torch.arange(shape[1], device=mask.device)
-    last = (used * positions).argmax(1)
+    last = (is_token * positions).argmax(1)
     if not torch.compiler.is_compiling():
-        count = used.sum(1)
+        count = is_token.sum(1)
         empty = (count == 0).nonzero().flatten()
         if len(empty):
             raise DataError(
                 f"the attention mask marks all of text {int(empty[0])} as padding, so that there is no position to answer at. Remove empty "
                 f"texts."
             )
-        first = used.long().argmax(1)
+        first = is_token.long().argmax(1)
         gaps = (last - first + 1 != count).nonzero().flatten()
         if len(gaps):
             raise DataError(
@@ -269,7 +269,7 @@ def texts_of(batch: Batch) -> Tensor | None:
     return inputs if isinstance(inputs, Tensor) else None
 
 
-def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence[int], place: str) -> None:
+def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence[int], batch_name: str) -> None:
     """Raise `DataError` if the labels of a choice among tokens are token ids, labels of every position, or the last tokens of the texts."""
     labels = batch.labels
     texts = texts_of(batch)
@@ -283,11 +283,13 @@ def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence
     tokens = tokens.to(labels.device)
     indices = f"Labels are indices from 0 to {len(tokens) - 1} into `tokens`, one for each text."
     if labels.shape == texts.shape and labels.shape[1] != len(tokens):
-        raise DataError(f"the labels have shape {tuple(labels.shape)}, one for each position. {indices}", place=place)
+        raise DataError(
+            f"the labels have shape {tuple(labels.shape)}, one for each position. {indices}", place=batch_name
+        )
     if labels.dim() != 1 or labels.is_floating_point() or not len(labels):
         return
     if int(labels.max()) >= len(tokens) and bool(torch.isin(labels, tokens).all()):
-        raise DataError(f"the labels are ids of tokens, such as {int(labels.max())}. {indices}", place=place)
+        raise DataError(f"the labels are ids of tokens, such as {int(labels.max())}. {indices}", place=batch_name)
     if int(labels.min()) < 0 or int(labels.max()) >= len(tokens):
         return
     mask = batch.inputs.get("attention_mask") if isinstance(batch.inputs, Mapping) else None
@@ -297,5 +299,5 @@ def check_choices(networks: Iterable[nn.Module], batch: Batch, outputs: Sequence
     if int(labels.min()) < int(labels.max()) and bool((last == tokens[labels]).all()):
         raise DataError(
             "each text ends with its own answer, and the logits predict the token after it. End each text before the answer.",
-            place=place,
+            place=batch_name,
         )
