@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import molaplace as mola
 from molaplace import metrics
 from molaplace.evaluation import (
     CLASSIFICATION_SCORES,
@@ -16,6 +17,7 @@ from molaplace.evaluation import (
     outlier_scores,
 )
 from molaplace.evaluation.estimates import area_between, mean_of
+from molaplace.evaluation.results import set_result
 from tests.closeness import assert_close
 
 
@@ -83,6 +85,21 @@ def test_on_outliers_low_confidence_leads_and_few_missed_outliers():
     leads = outlier_leads(dict.fromkeys(outliers, inliers), outliers)
     assert {name: leader.best[0] for name, leader in leads.items()} == dict.fromkeys(leads, "doubtful")
     assert {"confidence", "max probability", "auroc", "fpr95"} <= leads.keys()
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_coverage_of_sets_is_counted_by_class():
+    probs, *_, labels = ensemble(200)
+    sets = torch.rand(200, 4, generator=torch.Generator().manual_seed(1)) < torch.tensor([0.2, 0.9, 0.5, 0.7])
+    columns = PredictionColumns()
+    columns.add(mola.Prediction({"probs": probs}), labels, scores=outlier_scores(probs), sets=sets)
+    result = set_result(columns.data, 0.9, "abcd")
+    covered = sets[torch.arange(200), labels].double()
+    assert (result.promised, result.realised) == (0.9, pytest.approx(float(covered.mean())))
+    assert (result.size, result.empty) == (float(sets.double().sum(1).mean()), float((~sets.any(1)).double().mean()))
+    assert result.classes == {name: float(covered[labels == label].mean()) for label, name in enumerate("abcd")}
 
 
 # --- results ----------------------------------------------------------------------------------------------------------------

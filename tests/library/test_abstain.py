@@ -9,7 +9,7 @@ from itertools import combinations_with_replacement, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import molaplace as mola
@@ -54,6 +54,8 @@ def test_the_tail_of_many_data():
         assert binomial_tail(errors, count, rate) == pytest.approx(scipy.binom.cdf(errors, count, rate), rel=1e-8)
 
 
+# The level of the first part, passed on, is needed where the second part is spent: after 6 of 12 answers.
+@example([(12 - index, bad == "x") for index, bad in enumerate("......x.xxxx")], 0.5, 0.5)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=4, max_size=60),
     st.sampled_from([0.1, 0.3, 0.5]),
@@ -155,6 +157,7 @@ def test_everything_is_answered_but_minus_infinity():
     threshold = mola.abstain_threshold(probs, labels, 0.02, score=score)
     assert (threshold, threshold.answered, threshold.errors) == (-math.inf, 400, 0)
     assert int(threshold(score).sum()) == 400
+    assert mola.abstain_threshold(probs, torch.zeros(800), 0.02, score=score).answered == 400
     plain = mola.abstain_threshold(probs[labels == 0], labels[labels == 0], 0.02)
     assert (plain, plain.share) == (0.0, 1.0)
 
@@ -177,7 +180,7 @@ def test_an_impossible_rate_names_the_lowest_that_is_possible():
     words = re.search(r"is about ([0-9.]+), with ([0-9.]+)% of them", str(refusal.value))
     lowest, share = map(float, words.groups())
     assert mola.abstain_threshold(probs, labels, lowest).share == pytest.approx(share / 100, abs=5e-4)
-    with pytest.raises(DataError, match="lowest error rate"):
+    with pytest.raises(DataError, match=f"is about {words[1]}, "):
         mola.abstain_threshold(probs, labels, lowest - 0.01)
 
 

@@ -54,6 +54,11 @@ def test_tensors_arrays_lists_and_predictions_have_one_threshold():
         assert mola.alarm_threshold(values, 0.05) == threshold
 
 
+def test_scores_are_compared_in_float64():
+    single = torch.tensor([0.1], dtype=torch.float32)  # rounded up
+    assert mola.alarm_threshold([0.1] * 20, 0.1)(single).tolist() == [True]
+
+
 @pytest.mark.parametrize(("rate", "needed"), [(0.05, 19), (0.1, 9), (0.01, 99), (1 / 3, 2), (0.3, 3), (0.5, 1)])
 def test_too_few_scores_are_refused_with_the_number_needed(rate, needed):
     scores = torch.arange(float(needed))
