@@ -128,7 +128,7 @@ def outlier_table(comparison: Comparison) -> Table:
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
     """Return the demo's figures, keyed by name, in page order."""
     comparison = result.comparison
-    drawn = strokes(DEMO_METHODS)
+    styles = strokes(DEMO_METHODS)
     examples = {method: results.examples for method, results in comparison.methods.items()}
     sets = example_sets(comparison.sets, comparison.pictures, examples)
     bins = {
@@ -141,7 +141,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         sorted(angles),
         ALONG_ROTATION,
         "rotation (degrees)",
-        drawn,
+        styles,
         lambda angle, metric: numbers(Quantity(angles[angle], metric)),
     )
     inputs = (
@@ -161,10 +161,10 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         "examples": Planned(
             "Confidence in digits and in photographs",
             inputs,
-            partial(draw_examples, sets, comparison.pictures, examples, drawn),
+            partial(draw_examples, sets, comparison.pictures, examples, styles),
         ),
         "moons": Planned("Confidence around two moons", plane, partial(draw_moons, result)),
-        "reliability": Planned(title, f"{caption} {EQUAL_ERRORS}", partial(draw_reliability, bins, drawn)),
+        "reliability": Planned(title, f"{caption} {EQUAL_ERRORS}", partial(draw_reliability, bins, styles)),
         "rotation": Planned("Rotated digits", rotation, partial(draw_against_level, *against_rotation)),
         "histograms": Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison)),
         "distance": Planned("Far from the data", distance, partial(draw_distance, result)),
@@ -174,15 +174,15 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 def draw_distance(result: DemoResult) -> Figure:
     """Plot the confidence, its limit and its bound against the scale of the input."""
     distance = result.distance
-    drawn = strokes(DEMO_METHODS)
+    styles = strokes(DEMO_METHODS)
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []
     for kind, curves in distance.curves.items():
-        lines = [Line(distance.scales, curves[method], method, drawn[method]) for method in DEMO_METHODS]
+        lines = [Line(distance.scales, curves[method], method, styles[method]) for method in DEMO_METHODS]
         ends = distance.scales[[0, -1]]
         for words, values, dashes in (("limit", distance.limits, DOTTED), ("bound", distance.bounds, LONG_DASHES)):
             for method, value in values[kind].items():
-                style = {**drawn[method], "linestyle": dashes}
+                style = {**styles[method], "linestyle": dashes}
                 lines.append(Line(ends, [value] * 2, f"{words}, {method}", style))
         panels.append(Panel(f"{kind}, scaled away", lines, {**common, "xlabel": "scale δ of the input"}))
     return draw_panels(panels, 3.0)

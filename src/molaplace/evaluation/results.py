@@ -117,19 +117,19 @@ def _class_metrics(data: Columns, values: Mapping[str, float], classes: Sequence
 def _by_class(data: Columns, classes: Sequence[str]) -> dict[str, dict[str, float]]:
     labels = data["output" if "yes" in data else "label"].long()
     counts = torch.bincount(labels)
-    known = counts.nonzero().flatten()
+    indices = counts.nonzero().flatten()
     by_metric = {
-        name: torch.bincount(labels, data[column])[known] / counts[known]
+        name: torch.bincount(labels, data[column])[indices] / counts[indices]
         for name, column in (("accuracy", "correct"), ("confidence", "confidence"))
     }
     if "yes" in data:
         by_metric |= _by_label(data)
     elif data.groups is not None:
-        by_metric["iou"] = _overlaps(data, len(classes))[known]
+        by_metric["iou"] = _overlaps(data, len(classes))[indices]
     return {
         classes[label]: {"count": int(counts[label])}
         | {name: float(values[index]) for name, values in by_metric.items() if not values[index].isnan()}
-        for index, label in enumerate(known.tolist())
+        for index, label in enumerate(indices.tolist())
     }
 
 
@@ -153,9 +153,10 @@ def _overlaps(data: Columns, classes: int) -> Tensor:
     # Return the intersection over union for each class, or NaN if the class occurs neither as a label nor as a prediction.
     truth = data["label"].long()
     predicted = data["predicted"].long()
-    both = torch.bincount(truth[truth == predicted], minlength=classes)
-    either = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
-    return torch.where(either > 0, both.double() / either, math.nan)
+    counts = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes)
+    intersection = torch.bincount(truth[truth == predicted], minlength=classes)
+    union = counts - intersection
+    return torch.where(union > 0, intersection.double() / union, math.nan)
 
 
 def _by_type(data: Columns, types: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -174,10 +175,12 @@ def _reliability(data: Columns, *, equal_errors: bool) -> list[list[float]]:
     correct = data["correct"][order]
     if not equal_errors:
         return metrics.bin_sums(confidence, correct).tolist()
-    doubt = 1 - confidence
-    total = float(doubt.sum())
+    expected_errors = 1 - confidence
+    total = float(expected_errors.sum())
     bins = min(MOST_BINS, int(total / LEAST_ERRORS)) if total > 2 * LEAST_ERRORS else 1
-    index = ((doubt.cumsum(0) - doubt / 2) * bins / total).long() if bins > 1 else torch.zeros_like(order)
+    index = torch.zeros_like(order)
+    if bins > 1:
+        index = ((expected_errors.cumsum(0) - expected_errors / 2) * bins / total).long()
     return torch.stack(
         [torch.bincount(index), torch.bincount(index, confidence), torch.bincount(index, correct)], 1
     ).tolist()
@@ -260,14 +263,14 @@ def outlier_result(inliers: PredictionColumns, outliers: PredictionColumns, *, d
     separated = separation(inliers, outliers)
     scores = {}
     for name, measurements in separated.items():
-        near = inliers.scores[name]
-        far = outliers.scores[name]
+        inlier_scores = inliers.scores[name]
+        outlier_scores = outliers.scores[name]
         scores[name] = {
             "auroc": measurements["auroc"].value,
-            "aupr_in": metrics.aupr_in(near, far),
-            "aupr_out": metrics.aupr_out(near, far),
+            "aupr_in": metrics.aupr_in(inlier_scores, outlier_scores),
+            "aupr_out": metrics.aupr_out(inlier_scores, outlier_scores),
             "fpr95": measurements["fpr95"].value,
-            "fpr95_out": metrics.fpr_at_tpr_out(near, far),
+            "fpr95_out": metrics.fpr_at_tpr_out(inlier_scores, outlier_scores),
         }
     return OutlierResult(
         count=len(outliers.scores),

@@ -104,26 +104,26 @@ def test_table(comparison: Comparison) -> Table:
 
 def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]:
     """Return the AUROC and the FPR95 of every score on a set of outliers; a combined table would be too wide."""
-    first = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
+    mean = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
     if comparison.regression:
-        first = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
+        mean = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
     chance = "An AUROC of 50 corresponds to random guessing."
     bold = f"{BOLD.format(' and score')}, and the AUROC is clearly above 50."
     caption = f"{set_words(info)}, with standard errors. {chance} {bold}"
-    below = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
+    fpr_note = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
     areas = _by_score(comparison, info, "auroc")
     rates = _by_score(comparison, info, "fpr95")
     return (
-        comparison_table(comparison, f"Outliers: {info.title}", caption, [first, *areas]),
-        comparison_table(comparison, f"Missed outliers: {info.title}", below, rates),
+        comparison_table(comparison, f"Outliers: {info.title}", caption, [mean, *areas]),
+        comparison_table(comparison, f"Missed outliers: {info.title}", fpr_note, rates),
     )
 
 
 def _by_score(comparison: Comparison, info: SetInfo, metric: str) -> list[Column]:
     heading = f"{OUTLIER_METRICS[metric].heading} %"
-    (like,) = columns_on(info.name, {metric: OUTLIER_METRICS[metric]}, heading)
+    (template,) = columns_on(info.name, {metric: OUTLIER_METRICS[metric]}, heading)
     columns = [
-        replace(like, name=SCORE_HEADINGS[score], quantity=replace(like.quantity, score=score))
+        replace(template, name=SCORE_HEADINGS[score], quantity=replace(template.quantity, score=score))
         for score in OUTLIER_SCORES
     ]
     numbers = Numbers(comparison.methods)
@@ -207,10 +207,12 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     coverages = columns_on(test, COVERAGE_METRICS, "covered, in %")
     widths = columns_on(test, WIDTH_METRICS, "mean width")
-    below = "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
+    intervals_caption = (
+        "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
+    )
     tables = [
         comparison_table(comparison, "On the test data", caption, columns_on(test, REGRESSION_METRICS)),
-        comparison_table(comparison, "Intervals", below, [*coverages, *widths], marked=False),
+        comparison_table(comparison, "Intervals", intervals_caption, [*coverages, *widths], marked=False),
     ]
     if gaps := comparison.differences:
         caption = (

@@ -67,11 +67,11 @@ Estimates = Mapping[str, Formatted | None]
 
 
 def estimates_panel(
-    title: str, estimates: Mapping[float, Estimates], drawn: Strokes, settings: Mapping[str, Any]
+    title: str, estimates: Mapping[float, Estimates], styles: Strokes, settings: Mapping[str, Any]
 ) -> Panel:
     """Return a panel with a line for each label through the estimates at each position; bands show one standard error."""
     lines = []
-    for label, stroke in drawn.items():
+    for label, stroke in styles.items():
         known = {x: value for x, by_label in estimates.items() if (value := by_label.get(label)) is not None}
         errors = np.nan_to_num([estimate.error for estimate in known.values()])
         style = {"marker": "o", "markersize": 2.6, **stroke}
@@ -83,7 +83,7 @@ def draw_against_level(
     levels: Sequence[float],
     metrics: Sequence[str],
     axis: str,
-    drawn: Strokes,
+    styles: Strokes,
     estimates: Callable[[float, str], Estimates],
 ) -> Figure:
     """Plot metrics against the level of shift; `estimates(level, metric)` returns the estimate of each method."""
@@ -92,11 +92,11 @@ def draw_against_level(
     for metric in metrics:
         by_level = {level: estimates(level, metric) for level in levels}
         settings = {"xlabel": axis, "xticks": ticks} | ({"ylim": (0, None)} if metric in ("brier", "ece") else {})
-        panels.append(estimates_panel(SHIFT_METRICS[metric].name, by_level, drawn, settings))
+        panels.append(estimates_panel(SHIFT_METRICS[metric].name, by_level, styles, settings))
     return draw_panels(panels, 2.4)
 
 
-def draw_reliability(bins: Mapping[str, Mapping[str, ArrayLike]], drawn: Strokes) -> Figure:
+def draw_reliability(bins: Mapping[str, Mapping[str, ArrayLike]], styles: Strokes) -> Figure:
     """Plot accuracy against confidence in one panel for each method; all panels have the same axes, which fit the data.
 
     `bins` maps each method to the bins of each set: for each bin, the number of predictions, the sum of confidences and the number of
@@ -113,11 +113,11 @@ def draw_reliability(bins: Mapping[str, Mapping[str, ArrayLike]], drawn: Strokes
         quiet_axes(axis)
         axis.plot([0, 1], [0, 1], **GUIDE)
         for name, (x, y, low, high) in by_set.items():
-            style = {"color": drawn[method]["color"], "alpha": shades[name]}
+            style = {"color": styles[method]["color"], "alpha": shades[name]}
             axis.plot(x, y, linewidth=1.3, marker="o", markersize=3.2, **style)
             axis.vlines(x, low, high, linewidth=0.8, **style)
         axis.set(xlim=(lowest, 1.02), ylim=(lowest, 1.02), aspect="equal")
-        axis.set_title(method, fontsize=8.5, color=drawn[method]["color"])
+        axis.set_title(method, fontsize=8.5, color=styles[method]["color"])
         if index + columns < len(bins):
             axis.tick_params(labelbottom=False)
         else:

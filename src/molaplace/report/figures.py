@@ -67,12 +67,12 @@ def comparison_histograms(comparison: Comparison) -> Figure:
 def draw_decisions(comparison: Comparison) -> Figure:
     """Plot risk against coverage for every method, and mark the thresholds chosen on the validation data."""
     decisions = comparison.decisions
-    drawn = strokes(comparison.methods)
+    styles = strokes(comparison.methods)
     assert decisions is not None  # this figure is drawn only if there are decisions
     lines = []
     for method, points in decisions.curves.items():
         coverage, risk = 100 * np.array(points).T
-        lines.append(Line(coverage, risk, method, drawn[method]))
+        lines.append(Line(coverage, risk, method, styles[method]))
     for answers in decisions.answers:
         if answers.answered is not None and answers.realised is not None:
             cross = {"marker": "x", "markersize": 8, "markeredgewidth": 1.8, "color": INK}
@@ -102,7 +102,7 @@ def _output_title(comparison: Comparison, output: str) -> str:
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
     """Plot the observed against the nominal coverage of central intervals; `panels` maps panel titles to the methods to plot."""
     details = _details(comparison)
-    drawn = strokes(comparison.methods)
+    styles = strokes(comparison.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     drawn_panels = []
     for title, methods in panels.items():
@@ -110,7 +110,7 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
         for method in methods:
             rows = [[number or 0.0 for number in row] for row in details[method].coverage]
             level, covered, error = np.array(rows).T
-            lines.append(Line(level, covered, method, drawn[method], error))
+            lines.append(Line(level, covered, method, styles[method], error))
         drawn_panels.append(Panel(title, lines, settings))
     return draw_panels(drawn_panels)
 

@@ -42,13 +42,13 @@ def draw_examples(
     sets: Sequence[SetInfo],
     pictures: Mapping[str, Pictures],
     examples: Mapping[str, Mapping[str, Examples]],
-    drawn: Strokes,
+    styles: Strokes,
 ) -> Figure:
     """Draw the first few images of each set, with a bar for each method's confidence.
 
     `examples` maps each method to its predictions for each set.
     """
-    height = 1.12 + len(drawn) * STEP
+    height = 1.12 + len(styles) * STEP
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
     for panel, info in zip(panels, sets, strict=True):
         images = pictures[info.name]
@@ -59,11 +59,11 @@ def draw_examples(
         for row, (method, by_set) in enumerate(examples.items()):
             if info.name in by_set:
                 middle = 1 - SIZE - 0.05 - (row + 1) * STEP + BAR / 2
-                _draw_bars(panel, middle, by_set[info.name], images, _paint(drawn[method]))
+                _draw_bars(panel, middle, by_set[info.name], images, _paint(styles[method]))
         panel.set(xlim=(0, IMAGES), ylim=(1 - height, 1.04), aspect="equal")
         panel.set_axis_off()
         panel.set_title(info.title, fontsize=9)
-    handles = [Patch(facecolor=_paint(stroke), label=name) for name, stroke in drawn.items()]
+    handles = [Patch(facecolor=_paint(stroke), label=name) for name, stroke in styles.items()]
     if any(pictures[info.name].labels is not None for info in sets):
         handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow bar: wrong class"))
     shared_legend(figure, panels, len(panels), handles)
@@ -90,7 +90,7 @@ def draw_histograms(
     test: SetInfo,
     outliers: Sequence[SetInfo],
     histograms: Mapping[str, Mapping[str, ArrayLike]],
-    drawn: Strokes,
+    styles: Strokes,
 ) -> Figure:
     """Draw histograms of each method's confidence on sets of outliers and on test data.
 
@@ -117,7 +117,7 @@ def draw_histograms(
         quiet_axes(panel)
         if outliers[column].name in by_set:
             _draw_shares(
-                panel, by_set[outliers[column].name], {"color": drawn[method]["color"], "fill": True, "alpha": 0.75}
+                panel, by_set[outliers[column].name], {"color": styles[method]["color"], "fill": True, "alpha": 0.75}
             )
         _draw_shares(panel, by_set[test.name], {"color": INK})
         means = {"mean": confidence[column].get(method), "AUROC": auroc[column].get(method)}

@@ -27,8 +27,8 @@ ABLATED = ("log_likelihood", "ece", "confidence")
 def suite_strokes(methods: Iterable[str]) -> Strokes:
     """Return the colour and line style of each method; in suites, MoLA is tuned by the paper's rule."""
     names = {method: "MoLA, paper's rule" if method == "MoLA" else method for method in methods}
-    drawn = strokes(names.values())
-    return {method: drawn[name] for method, name in names.items()}
+    styles = strokes(names.values())
+    return {method: styles[name] for method, name in names.items()}
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
@@ -48,9 +48,9 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
     examples = {method: records[0].examples for method, records in suite.runs.items()}
     if sets := example_sets(suite.sets, suite.pictures, examples):
         caption = "The first images of each set, with each method's confidence in the first run."
-        drawn = suite_strokes(examples)
+        styles = suite_strokes(examples)
         figures["examples"] = Planned(
-            "Example images", caption, partial(draw_examples, sets, suite.pictures, examples, drawn)
+            "Example images", caption, partial(draw_examples, sets, suite.pictures, examples, styles)
         )
     for group in ablation_groups(suite):
         title = GROUP_TITLES.get(group, group)
