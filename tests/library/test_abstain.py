@@ -193,6 +193,7 @@ def test_an_impossible_rate_names_the_lowest_that_is_possible():
         (DataError, "pass more data", {"error_rate": 0.15}),
         (DataError, "1 NaN", {"score": [math.nan] + [0.0] * 49}),
         (DataError, "each of the 50", {"labels": torch.zeros(49)}),
+        (DataError, r"integers from 0 to 1; got 0\.5", {"labels": torch.full((50,), 0.5)}),
         (DataError, "one-hot", {"labels": torch.zeros(50, 2)}),
         (DataError, "names such as 'cat'", {"labels": ["cat"] * 50}),
         (DataError, "Positions", {"prediction": torch.full((50, 2, 3, 3), 0.5)}),
