@@ -1,7 +1,8 @@
 """Fingerprints: short digests that tell predictors apart, so that a threshold is used only with the predictor it was calibrated for.
 
-A fingerprint covers the networks, the curvature and all settings. It survives `save` and `load`, also in another process. It does not
-notice weights that change after the posterior was made, and a new fit has a new fingerprint.
+A fingerprint covers the networks of an ensemble, or the last layers of a posterior and their sums over the training data, and all
+settings. It survives `save` and `load`, also in another process. It does not notice weights that change after the posterior was made,
+and a new fit has a new fingerprint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from molaplace.errors import OptionError
 
 SAMPLES = 64
-"""Number of values of each tensor that are read. Training changes nearly all values, so a few of each tensor tell networks apart."""
+"""Number of values of each tensor that are read, or up to twice as many. Training changes nearly all values, so a few of each tensor
+tell networks apart."""
 
 
 def digest(*parts: object) -> str:

@@ -1,5 +1,6 @@
 """A fingerprint tells predictors and their settings apart. Predictions carry it, whatever is done with them."""
 
+import copy
 import pickle
 
 import pytest
@@ -45,6 +46,11 @@ def test_whatever_changes_predictions_changes_the_fingerprint():
     ]
     assert len({predictor.fingerprint for predictor in predictors}) == len(predictors)
     assert fit().fingerprint == posterior.fingerprint
+    other = copy.deepcopy(NETWORKS)
+    with torch.no_grad():
+        for parameter in other[1].parameters():
+            parameter.flatten()[1:] += 0.1
+    assert mola.ensemble(other).fingerprint != ensemble.fingerprint
 
 
 @pytest.mark.parametrize(

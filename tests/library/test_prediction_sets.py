@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
@@ -43,13 +44,13 @@ def slow_scores(method, row, penalty, free):
 @pytest.mark.parametrize("method", ["lac", "aps", "raps"])
 def test_the_definition(method):
     probs, labels = data(60)
-    sets = mola.prediction_sets(probs[:40], labels[:40], 0.8, method, penalty=0.1, free=1)
+    sets = mola.prediction_sets(probs[:40], labels[:40], 0.8, method, penalty=0.1, free=2)
     calibration = sorted(
-        slow_scores(method, row, 0.1, 1)[label]
+        slow_scores(method, row, 0.1, 2)[label]
         for row, label in zip(probs[:40].tolist(), labels[:40].tolist(), strict=True)
     )
     limit = calibration[math.ceil(41 * 0.8) - 1]
-    expected = [[score <= limit + 1e-12 for score in slow_scores(method, row, 0.1, 1)] for row in probs[40:].tolist()]
+    expected = [[score <= limit + 1e-12 for score in slow_scores(method, row, 0.1, 2)] for row in probs[40:].tolist()]
     assert sets(probs[40:]).tolist() == expected
 
 
@@ -114,6 +115,9 @@ def test_empty_and_whole_sets():
     with pytest.warns(MolaWarning, match="at least 9 .* fewer: 1"):
         whole = mola.prediction_sets(probs, labels, 0.9, by="class")
     assert whole(unsure)[:, 1].all()  # nothing is known of class 1: it cannot be ruled out
+    assert replace(whole, at_least_one=True)(unsure).equal(whole(unsure)), (
+        "no set is empty, even without the most probable class"
+    )
 
 
 @pytest.mark.parametrize(("coverage", "needed"), [(0.9, 9), (0.95, 19), (0.99, 99), (0.5, 1)])
