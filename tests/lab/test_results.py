@@ -38,7 +38,7 @@ WHOLE = {"MoLA (all layers)", "MoLA (subnetwork)"}
     ("suite", "runs", "others"),
     [
         ("mnist", 5, dict.fromkeys(TRAINED, 5) | dict.fromkeys(WHOLE, 1)),
-        ("cifar10", 4, dict.fromkeys(TRAINED, 1) | dict.fromkeys(("JUCAL", "DE-SVS", "DE-SMS"), 2)),
+        ("cifar10", 4, dict.fromkeys(TRAINED, 1)),
     ],
 )
 def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, others):
