@@ -7,21 +7,20 @@ dependency.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molaplace.errors import DataError, MolaWarning, OptionError, importing
 from molaplace.fitting import fit
 from molaplace.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
 from molaplace.numerics import one_thread
-from molaplace.options import counted, whole_number
+from molaplace.options import check_number, counted, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, Tuning, as_rule
@@ -56,6 +55,25 @@ SMALL = 1_000_000
 take less time than the synchronisation, by orders of magnitude if the processors are busy."""
 
 
+FARTHEST = 1e100
+"""Largest standardised value. Values beyond it, such as 1e308 for a missing value, would overflow when features are squared."""
+
+
+class _Standardisation(nn.Module):
+    """First layer of each network, so that posteriors take rows in the units of the table."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, mean: Array, scale: Array) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.from_numpy(mean))
+        self.register_buffer("scale", torch.from_numpy(scale))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return ((rows.to(self.mean.dtype) - self.mean) / self.scale).clamp(-FARTHEST, FARTHEST)
+
+
 class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     hidden: Any
     members: int
@@ -69,8 +87,6 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     prior_precision: float
     folds: int
     random_state: Any
-    mean_: Array
-    scale_: Array
     posterior_: MoLA
     tuning_: Tuning | None
 
@@ -87,10 +103,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             as_rule(chosen_rule, likelihood, [] if chosen_rule.needs_data else None)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        scaler = StandardScaler().fit(table)
-        self.mean_ = scaler.mean_
-        self.scale_ = scaler.scale_
-        inputs = self._standardised(table)
+        inputs = torch.tensor(table)
         targets = torch.from_numpy(labels)
         fit_to = partial(
             self._fit_posterior,
@@ -98,6 +111,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             likelihood=likelihood,
             loss=loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
             batch_size=min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH),
+            standardisation=_Standardisation(*_moments(table, "X")),
             seed=seed,
         )
         # The warnings are kept in tuning_.notes. On small tables, a search often ends at a limit of its range, and cross-validation
@@ -129,31 +143,35 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         likelihood: Likelihood,
         loss: Loss,
         batch_size: int,
+        standardisation: _Standardisation,
         seed: int,
     ) -> MoLA:
         # Train the networks on standardised rows and fit their posterior; `batch_size` is the default of the parameter.
-        hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
-        if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
-            raise OptionError(
-                f"must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}.",
-                argument="hidden",
-            )
+        hidden = list(self.hidden) if isinstance(self.hidden, Iterable) else [self.hidden]
+        if not hidden:
+            raise OptionError("must contain at least one width, such as (64,); got none.", argument="hidden")
         networks = train_mlps(
-            inputs,
+            standardisation(inputs),
             targets,
             outputs,
             loss,
-            hidden=[int(width) for width in hidden],
+            hidden=[whole_number(width, "hidden") for width in hidden],
             members=whole_number(self.members, "members"),
             seed=seed,
             epochs=whole_number(self.epochs, "epochs"),
             batch_size=batch_size if self.batch_size is None else whole_number(self.batch_size, "batch_size"),
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
+            learning_rate=check_number(self.learning_rate, "learning_rate", 1e-12, 1e3, "AdamW begins with it."),
+            weight_decay=check_number(
+                self.weight_decay,
+                "weight_decay",
+                0,
+                1e3,
+                "Each step of AdamW shrinks the weights by its learning rate times this.",
+            ),
             optimiser=FusedAdamW,
         )
         return fit(
-            networks,
+            [nn.Sequential(standardisation, *network) for network in networks],
             _batches(inputs, targets),
             structure=self.structure,
             link=self.link,
@@ -178,13 +196,10 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             )
         return min(number, rows)
 
-    def _standardised(self, rows: Array) -> Tensor:
-        return torch.from_numpy((rows - self.mean_) / self.scale_)
-
     def _inputs(self, X: Any) -> list[Tensor]:  # noqa: N803
-        # Return the standardised rows in batches, after checking that the estimator is fitted.
+        # Return the rows in batches, after checking that the estimator is fitted.
         check_is_fitted(self)
-        return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
+        return list(torch.split(torch.tensor(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
         """Return the full predictions for all rows, as a `mola.Prediction` or a `mola.RegressionPrediction`."""
@@ -227,10 +242,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
     Attributes:
         classes_: the sorted class labels.
-        posterior_: the fitted `mola.MoLA`, whose inputs are standardised features.
+        posterior_: the fitted `mola.MoLA`. Its inputs are tensors of rows in the units of X: its networks standardise them.
         tuning_: record of how the settings were chosen, with notes; None if nothing was tuned.
-        mean_: mean of each feature.
-        scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
         feature_names_in_: names of the features, if X has column names.
     """
@@ -360,12 +373,16 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         self._single = y.ndim == 1
         # A copy, since torch rejects read-only memory.
         targets: Array = np.array(y, dtype=np.float64).reshape(len(X), -1)
-        scaler = StandardScaler().fit(targets)
-        location = scaler.mean_
-        scale = scaler.scale_
+        location, scale = _moments(targets, "y")
         noise = self.noise
         rule = self.rule
-        if (targets == targets[0]).all():
+        constant = (targets == targets[0]).all(0)
+        if constant.any() and not constant.all():
+            raise DataError(
+                f"must vary in every column, but column {int(np.argmax(constant))} is constant. Remove it.",
+                argument="y",
+            )
+        if constant.all():
             # Predict the constant, with noise as small as its rounding error.
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
             rule = None
@@ -402,6 +419,21 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return (values[:, 0] if self._single else values).numpy()
 
 
+def _moments(table: Array, argument: str) -> tuple[Array, Array]:
+    # Return the mean and the standard deviation of each column; 1 for a constant column.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaler = StandardScaler().fit(table)
+    finite = np.isfinite(scaler.var_)
+    if not finite.all():
+        column = int(np.argmin(finite))
+        raise DataError(
+            f"must have columns whose variance is a float64; column {column} has values of up to {np.abs(table[:, column]).max():.3g}. "
+            f"If such values mark missing ones, impute them; otherwise, use larger units.",
+            argument=argument,
+        )
+    return scaler.mean_, scaler.scale_
+
+
 def _batches(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(inputs, ROWS), torch.split(targets, ROWS), strict=True))
 
@@ -429,7 +461,8 @@ def _mean_reference(final: MoLA, folds: Sequence[MoLA]) -> Reference:
     scales = []
     for posterior, reference in zip(folds, references, strict=True):
         assert reference is not None  # `fit` computes distances
-        factors = _training_scales(final) / _training_scales(posterior)
+        with np.errstate(divide="ignore", invalid="ignore"):  # distances are 0 if all columns are constant
+            factors = _training_scales(final) / _training_scales(posterior)
         scales.append(np.array(reference.scales) * np.where(np.isfinite(factors) & (factors > 0), factors, 1.0))
     scores = [reference.score for reference in references if reference and reference.score]
     energies = [reference.energies for reference in references if reference and reference.energies]

@@ -45,9 +45,9 @@ def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
     assert model.classes_.tolist() == ["ape", "bee", "cat"]
     scaled = torch.tensor(StandardScaler().fit_transform(rows))
     targets = torch.tensor(np.searchsorted(model.classes_, labels))
-    posterior = mola.fit(model.posterior_.networks, [(scaled, targets)], progress=False).tune(
-        rule=mola.rules.Evidence()
-    )
+    networks = [network[1:] for network in model.posterior_.networks]  # without the standardisation
+    posterior = mola.fit(networks, [(scaled, targets)], progress=False).tune(rule=mola.rules.Evidence())
+    torch.testing.assert_close(model.posterior_(torch.tensor(rows)), posterior(scaled), rtol=1e-10, atol=0)
     np.testing.assert_allclose(model.predict_proba(rows), posterior(scaled).detach().numpy(), rtol=1e-10)
     np.testing.assert_allclose(model.ood_score(rows), posterior.predict(scaled).ood_score.numpy(), rtol=1e-8)
     assert (model.predict(rows) == model.classes_[posterior(scaled).argmax(1).numpy()]).all()
@@ -148,7 +148,7 @@ def test_scaling_by_distance_is_taken_over():
     far = model.prediction(30 * rows)
     assert 0.5 < float(near.distance.median()) < 1.5
     assert float(far.distance.median()) > float(near.distance.median())
-    without = posterior.with_distance_exponent(0.0)(torch.from_numpy((30 * rows - model.mean_) / model.scale_))
+    without = posterior.with_distance_exponent(0.0)(torch.from_numpy(30 * rows))
     assert float(far.confidence.mean()) < float(without.detach().amax(1).mean()) - 0.1
 
 
@@ -156,6 +156,9 @@ def test_scaling_by_distance_is_taken_over():
     ("settings", "words"),
     [
         ({"hidden": (8, -1)}, "hidden must be"),
+        ({"hidden": True}, "hidden must be"),
+        ({"learning_rate": "adaptive"}, "learning_rate must be"),
+        ({"weight_decay": -1}, "weight_decay must be"),
         ({"members": 0}, "members must be"),
         ({"folds": 1}, "folds must be at least 2.*evidence"),
     ],
@@ -171,6 +174,10 @@ def test_data_that_cannot_be_used_are_refused():
     with pytest.raises(DataError, match=r"class with at least 2 rows.*evidence"):
         quick(rule="nll").fit(np.eye(3), ["a", "b", "c"])
     quick().fit(np.eye(3), ["a", "b", "c"])
+    with pytest.raises(DataError, match=r"X must have columns whose variance.*column 1.*1e\+300.*impute"):
+        quick().fit([[0, 0], [1, 1], [0, 1e300]], ["a", "b", "b"])
+    with pytest.raises(DataError, match=r"y must vary in every column, but column 1 is constant"):
+        quick_regressor().fit(np.eye(3), [[0, 1], [1, 1], [2, 1]])
     with pytest.raises(TypeError, match="sample_weight"):
         quick().fit(*blobs(30), sample_weight=np.ones(30))
 
@@ -183,8 +190,47 @@ def test_units_offsets_and_constant_features_have_no_effect():
     np.testing.assert_allclose(
         rescaled_model.predict_proba(rows * 1e-3 + 1e6), model.predict_proba(rows), rtol=1e-3, atol=1e-5
     )
-    constant = quick().fit(np.hstack([rows, np.full((len(rows), 1), 0.1)]), labels)
-    assert constant.scale_[-1] == 1.0
+    constant = np.full((len(rows), 1), 0.1)
+    with_constant = quick().fit(np.hstack([rows, constant]), labels)
+    assert (
+        with_constant.ood_score(np.hstack([rows, constant + 30])) > with_constant.ood_score(np.hstack([rows, constant]))
+    ).all()
+
+
+def test_units_of_targets_have_no_effect(diabetes):
+    train, test, targets, _ = diabetes
+    regressor = quick_regressor(epochs=10, folds=2)
+    mean, std = regressor.fit(train[:100], targets[:100]).predict(test, return_std=True)
+    for unit in (1e-20, 1e20):
+        rescaled = regressor.fit(train[:100], unit * targets[:100]).predict(test, return_std=True)
+        np.testing.assert_allclose(rescaled, [unit * mean, unit * std], rtol=1e-4)
+
+
+def test_rows_in_the_extremes_of_float64_are_far_and_uncertain():
+    """Rows that mark missing values by the largest number must neither be NaN nor stop the others of their batch."""
+    rows, labels = blobs()
+    model = quick(rule="calibrated").fit(rows, labels)
+    extremes = np.vstack([rows[:1], np.full(4, 1e200), np.full(4, -np.finfo(float).max)])
+    probs = model.predict_proba(extremes)
+    np.testing.assert_allclose(probs[0], model.predict_proba(rows[:1])[0], rtol=1e-10)
+    np.testing.assert_allclose(probs[1:], 1 / 3, atol=1e-3)
+    assert (model.ood_score(extremes)[1:] > 10 + model.ood_score(rows).max()).all()
+
+
+def test_the_posterior_takes_the_rows_of_the_table():
+    """What a user does with `posterior_`: watch it and evaluate it beside estimators, on rows as they are, in any number type."""
+    rows, labels = blobs()
+    model = quick(rule="calibrated").fit(rows, labels)
+    inputs = torch.tensor(rows, dtype=torch.float32)
+    targets = torch.tensor(np.searchsorted(model.classes_, labels))
+    torch.testing.assert_close(model.posterior_(inputs), torch.tensor(model.predict_proba(rows)), rtol=1e-4, atol=1e-5)
+    results = mola.evaluate({"posterior": model.posterior_, "estimator": model.predict_proba}, [(inputs, targets)])
+    assert results["posterior", "test"]["nll"].value == pytest.approx(
+        results["estimator", "test"]["nll"].value, rel=1e-4
+    )
+    watch = mola.watch(model.posterior_, [(inputs, targets)])
+    watch.update(model.prediction(1e3 * rows))
+    assert watch.alarm
 
 
 def test_searches_and_seeds():
