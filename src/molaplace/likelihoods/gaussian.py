@@ -51,9 +51,12 @@ VARIANCE_FLOOR = 1e-6
 CONSTANT = 1e-12
 """Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
 
-SMALLEST = 1e-12
-LARGEST = 1e12
-"""Smallest and largest allowed values for the noise and for the scale of the targets."""
+EXACT = 1e-12
+"""Largest root mean square of the residuals, relative to the scale of the targets, that counts as an exact fit."""
+
+SMALLEST = 1e-30
+LARGEST = 1e30
+"""Smallest and largest allowed values for the noise and for the scale of the targets, whose squares are far from overflow."""
 
 
 class NormalMixture(RegressionPredictive):
@@ -274,13 +277,13 @@ class Gaussian(RegressionLikelihood):
             value = float(self.in_units(means[None])[0, constant[0]])
             raise DataError(
                 f"{subject} constant ({value:.6g}) in all {count:,} training examples, so the noise cannot be estimated. Check the "
-                f"targets, or pass mola.likelihoods.Gaussian(noise=...)."
+                f"targets, or pass noise= to mola.likelihoods.Gaussian or mola.MolaRegressor."
             )
         variance = (residual_squares.mean().expand_as(means) if self.shared else residual_squares) / count
-        if bool((variance.sqrt() <= SMALLEST).any()):
+        if bool((variance.sqrt() <= EXACT).any()):
             raise DataError(
                 "the network fits the training targets exactly, so the noise cannot be estimated from its residuals. Pass "
-                "mola.likelihoods.Gaussian(noise=...)."
+                "noise= to mola.likelihoods.Gaussian or mola.MolaRegressor."
             )
         noise = variance.sqrt() * self.units(len(variance))[1]
         return replace(self, noise=tuple(noise.tolist()), estimated=True)
