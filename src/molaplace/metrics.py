@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor
 
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import CATEGORICAL
+from molaplace.numerics import as_tensor
+
+Scores: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""Outlier scores (n,), from a prediction or from an estimator."""
 
 
 @torch.no_grad()
@@ -149,8 +154,10 @@ def least_area_under_risk_coverage(count: int, wrong: int) -> float:
     return float((1 - (count - wrong) / accepted).sum() / count)
 
 
-def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that both tensors hold one score per input and no NaN, and return them in float64."""
+def check_scores(inlier_scores: Scores, outlier_scores: Scores) -> tuple[Tensor, Tensor]:
+    """Check that both tensors or arrays hold one score per input and no NaN, and return them as tensors in float64."""
+    inlier_scores = as_tensor(inlier_scores)
+    outlier_scores = as_tensor(outlier_scores)
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
@@ -161,7 +168,7 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+def auroc(inlier_scores: Scores, outlier_scores: Scores) -> float:
     """Return the probability that an outlier has a higher score than an inlier; a tie counts as one half."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float(share_below(outliers, inliers).mean())
@@ -242,21 +249,21 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 @torch.no_grad()
-def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+def aupr_in(inlier_scores: Scores, outlier_scores: Scores) -> float:
     """Return the average precision for detecting inliers by low scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 @torch.no_grad()
-def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+def aupr_out(inlier_scores: Scores, outlier_scores: Scores) -> float:
     """Return the average precision for detecting outliers by high scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
 @torch.no_grad()
-def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+def fpr_at_tpr(inlier_scores: Scores, outlier_scores: Scores, tpr: float = 0.95) -> float:
     """Return the share of outliers accepted as inliers at a threshold that accepts a fraction `tpr` of the inliers (FPR95).
 
     The best value is 0. Inliers are the positives, as in the paper. An input passes if its score is at most the `tpr` quantile of the
@@ -268,7 +275,7 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 
 
 @torch.no_grad()
-def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+def fpr_at_tpr_out(inlier_scores: Scores, outlier_scores: Scores, tpr: float = 0.95) -> float:
     """Return the share of inliers rejected as outliers at a threshold that detects at least a fraction `tpr` of the outliers.
 
     The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score reached by at
