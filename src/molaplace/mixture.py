@@ -42,8 +42,11 @@ class Mixture(Predictor):
         super().__init__()
         members = tuple(predictors) if isinstance(predictors, Iterable) else ()
         if not members or not all(callable(member) for member in members):
+            names = ", ".join(type(member).__name__ for member in members) or "none"
             raise OptionError(
-                "must be a non-empty list of callables that map inputs to probabilities.", argument="predictors"
+                f"must be one or more callables that map inputs to probabilities, got {names}. For an estimator of scikit-learn, pass "
+                f"its predict_proba.",
+                argument="predictors",
             )
         if isinstance(weights, str):
             one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")

@@ -128,7 +128,7 @@ def constant(row):
 
 
 BAD = {
-    "no predictor": (lambda: mola.Mixture([]), OptionError, r"a non-empty list of callables"),
+    "no predictor": (lambda: mola.Mixture([]), OptionError, r"one or more callables.*got none"),
     "a function alone": (lambda: mola.Mixture(sharp), OptionError, r"callable"),
     "wrong word": (lambda: mola.Mixture([sharp], "evidence"), OptionError, r"'uniform', or numbers .*; got 'evidence'"),
     "logits": (lambda: mola.Mixture([flat, logits]), DataError, r"predictors\[1\].*mola\.ensemble or mola\.fit"),

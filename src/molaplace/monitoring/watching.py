@@ -336,7 +336,8 @@ def watch(
     """
     if not isinstance(posterior, Predictor):
         raise OptionError(
-            f"must be a posterior, an ensemble or a mixture; got a {type(posterior).__name__}. For networks, pass mola.ensemble(networks).",
+            f"must be a posterior, an ensemble or a mixture; got a {type(posterior).__name__}. For networks, pass mola.ensemble(networks); "
+            f"for mola.MolaClassifier, pass its posterior_.",
             argument="posterior",
         )
     options = WatchOptions(alpha, tolerance, recent, window, seed)
