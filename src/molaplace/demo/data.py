@@ -109,12 +109,12 @@ def train_digits(
     )
 
 
-def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> LabelledData:
+def two_moons(count: int, *, seed: int = 0) -> LabelledData:
     """Draw float32 points (count, 2) and their classes from two interleaved half circles of radius 1 near the origin.
 
-    `noise` is the standard deviation of the Gaussian noise that is added to each coordinate.
+    Gaussian noise with a standard deviation of 0.2 is added to each coordinate.
     """
-    points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
+    points, labels = _sklearn("the two moons").make_moons(count, noise=0.2, random_state=seed)
     centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32, device="cpu")
     return LabelledData(centred, torch.from_numpy(labels).long())
 

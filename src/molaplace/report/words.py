@@ -102,23 +102,23 @@ def _against(gap: Estimate) -> tuple[str, str]:
     return f"{'clearly' if abs(gap.value) > CLEAR * gap.error else 'not clearly'} {direction}", size
 
 
-def lead_sentence(lead: Lead, what: str, digits: int = 2) -> str:
+def lead_sentence(lead: Lead, what: str) -> str:
     """Return a sentence such as "MoLA by entropy has the highest AUROC, 98.30 %, clearly ahead of DE by energy (...)."."""
 
     def words(name: Name) -> str:
         method, *score = name
         return f"{method} by {SCORE_HEADINGS[score[0]]}" if score else method
 
-    value = f"{what}, {100 * lead.value:.{digits}f} %"
+    value = f"{what}, {100 * lead.value:.2f} %"
     if lead.rival is None or lead.ahead is None:
         return f"All methods share {value}."
     best = words(lead.best)
     if lead.level:
         tied = [words(name) for name in lead.level]
         best += f" (tied with {', '.join(tied) if len(tied) < 4 else f'{len(tied)} other results'})"
-    gap = f"{100 * lead.ahead:.{digits}f}"
+    gap = f"{100 * lead.ahead:.2f}"
     if lead.error is not None:
-        gap += f" \N{PLUS-MINUS SIGN} {100 * lead.error:.{digits}f}"
+        gap += f" \N{PLUS-MINUS SIGN} {100 * lead.error:.2f}"
     if lead.best in lead.clear:
         return f"{best} has {value}, clearly ahead of {words(lead.rival)} (by {gap})."
     reason = "for a single input" if lead.error is None else f"within {CLEAR:g} standard errors"
