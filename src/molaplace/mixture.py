@@ -14,7 +14,7 @@ from molaplace.fingerprints import digest
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood, RegressionLikelihood, as_likelihood
 from molaplace.likelihoods.base import mixed
 from molaplace.network import Inputs, evaluating, one_batch
-from molaplace.numerics import seed_from
+from molaplace.numerics import SUM_TOLERANCE, seed_from
 from molaplace.options import one_of
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
@@ -149,13 +149,13 @@ def as_probabilities(output: Any, likelihood: Likelihood, name: str) -> Tensor:
         raise DataError(f"expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.", place=name)
     if not likelihood.classification or not len(probs):
         return probs
-    if bool(((probs < 0) | (probs > 1 + 1e-2)).any()):
+    if bool(((probs < 0) | (probs > 1 + SUM_TOLERANCE)).any()):
         raise DataError(
             f"probabilities must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
             f"{float(probs.max()):.3g}. {remedy}",
             place=name,
         )
     gap = float((probs.sum(1) - 1).abs().max())
-    if likelihood.mutually_exclusive and not gap < 1e-2:
+    if likelihood.mutually_exclusive and not gap < SUM_TOLERANCE:
         raise DataError(f"rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}", place=name)
     return probs

@@ -25,6 +25,11 @@ SOBOL_DIMENSIONS = 4096
 sequence is slow to set up."""
 
 
+SUM_TOLERANCE = 1e-2
+"""Largest accepted difference between 1 and the sum of the probabilities of all classes. In bfloat16, rounding changes a sum by up to
+0.002."""
+
+
 def float64_device(device: torch.device) -> torch.device:
     """Return the device for float64 computations: the given device, or the CPU if the device does not support float64."""
     return torch.device("cpu") if device.type == "mps" else device

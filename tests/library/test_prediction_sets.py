@@ -120,6 +120,14 @@ def test_empty_and_whole_sets():
     )
 
 
+def test_probabilities_in_bfloat16_are_those_of_their_values():
+    """Rounded to eight bits, the rows sum to 1 only roughly."""
+    probs, labels = data(200)
+    rounded = probs.bfloat16()
+    assert float((rounded.double().sum(1) - 1).abs().max()) > 1e-3
+    assert mola.prediction_sets(rounded, labels)(rounded).equal(mola.prediction_sets(rounded.double(), labels)(rounded))
+
+
 @pytest.mark.parametrize(("coverage", "needed"), [(0.9, 9), (0.95, 19), (0.99, 99), (0.5, 1)])
 def test_too_few_data_are_refused_with_the_number_needed(coverage, needed):
     probs, labels = data(needed)

@@ -18,13 +18,11 @@ from torch import Tensor
 from molaplace.decisions.ranks import as_numbers
 from molaplace.decisions.threshold import not_a_prediction
 from molaplace.errors import DataError
+from molaplace.numerics import SUM_TOLERANCE
 from molaplace.prediction import Prediction, RegressionPrediction
 
 COLUMNS = ("confidence", "label", "true_probability", "mass_above", "true_rank")
 """Names of the columns of a `Calibration`."""
-
-SUM_TOLERANCE = 1e-3
-"""Largest accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
 
 
 def probs_of(prediction: Any) -> Tensor:
