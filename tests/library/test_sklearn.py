@@ -135,6 +135,48 @@ def test_one_fold_of_cross_fitting_is_tuning():
         assert joined.settings == tuned.settings
 
 
+@pytest.mark.parametrize("noise", [None, 1.5])
+def test_the_joined_objective_has_the_scores_of_all_parts_and_the_sum_of_their_evidence(noise):
+    rows, labels = blobs(90)
+    targets = rows[:, :3] if noise else np.searchsorted(np.unique(labels), labels)
+    loss = (
+        (lambda outputs, values: (outputs - values).square().sum(1))
+        if noise
+        else torch.nn.CrossEntropyLoss(reduction="none")
+    )
+    parts, _, _ = by_hand(rows, targets, quick(folds=3), loss, "gaussian" if noise else "categorical")
+    objectives = []
+    for posterior, inputs, values in parts:
+        data = posterior.read([(inputs, values)], "held-out rows", labelled=True)
+        objectives.append(posterior.with_parts(reference=posterior.reference_on(data)).objective(data))
+    joined = cross_fitted(objectives)
+    if noise:
+        joined = joined.with_noise(noise)
+        objectives = [objective.with_noise(noise) for objective in objectives]
+    candidates = joined.settings.candidates(prior_precision=torch.tensor([0.5, 20.0]))
+    scores = joined.scores(candidates)
+    for name, values in scores.items():
+        assert torch.equal(values, torch.cat([objective.scores(candidates)[name] for objective in objectives], 1))
+    assert scores["nll"].shape == (2, 90)
+    assert torch.equal(joined.data.labels, torch.cat([values for _, _, values in parts]))
+    precision = torch.tensor(0.5, dtype=torch.float64)
+    for index, log_evidence in enumerate(joined.log_evidence):
+        total = sum(float(objective.log_evidence[index](precision)) for objective in objectives)
+        assert float(log_evidence(precision)) == pytest.approx(total, rel=1e-12)
+    logs = torch.cat([objective.distances.relative_logs() for objective in objectives])
+    assert torch.equal(joined.distances.relative_logs(), logs)
+    loader = [(torch.tensor(rows[:7]), torch.tensor(targets[:7]))]
+    far = joined.read(loader, "outlier loader")
+    expected = [objective.scores(candidates, entropies, objective.read(loader, "")) for objective in objectives]
+    assert torch.equal(
+        joined.scores(candidates, entropies, far)["score"], torch.cat([part["score"] for part in expected], 1)
+    )
+
+
+def entropies(predictive, _):
+    return {"score": predictive.outlier_score()}
+
+
 def test_scaling_by_distance_is_taken_over():
     """Exponent and temperature as chosen; held-out rows are as many times as far as training rows, for whichever networks."""
     rows, labels = blobs()
