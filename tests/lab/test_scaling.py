@@ -1,5 +1,6 @@
 """Rivals that calibrate an ensemble's logits with more parameters than a temperature."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -50,7 +51,10 @@ def test_jucal_finds_the_lowest_log_loss():
 
     lowest = min(loss(t / 50, c / 50) for t in range(20, 250, 2) for c in range(0, 150, 3))
     assert float(nll_loss(calibration(LOGITS), LABELS)) <= lowest + 1e-6
-    assert loss(**chosen) == pytest.approx(float(nll_loss(calibration(LOGITS), LABELS)))
+    best = loss(**chosen)
+    assert best == pytest.approx(float(nll_loss(calibration(LOGITS), LABELS)))
+    for factor, step in itertools.product((0.998, 1.0, 1.002), (-0.01, 0.0, 0.01)):
+        assert best <= loss(factor * chosen["temperature"], chosen["spread"] + step) + 1e-9
 
 
 def test_one_network_has_no_disagreement_to_scale():
