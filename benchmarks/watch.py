@@ -56,7 +56,7 @@ from molaplace_lab.models import build_network
 from molaplace_lab.networks import open_named
 from molaplace_lab.suite import DataOptions, Source
 from molaplace_lab.suites.image_sources import image_source, test_images
-from molaplace_lab.suites.registry import find_suite
+from molaplace_lab.suites.registry import SUITES
 
 Array = np.ndarray[Any, Any]
 
@@ -246,7 +246,7 @@ def open_cifar10(options: argparse.Namespace) -> StoredSuite:
 def open_corrupted_cifar10(options: argparse.Namespace) -> StoredSuite:
     """Open the networks 05 to 09 and, for each of 19 corruptions at three severities, 1,000 test images."""
     data = DataOptions(options.data, normalisation="imagenet", train=TRAIN_IMAGES, outliers=OUTLIERS)
-    suite = find_suite("cifar10")
+    suite = SUITES["cifar10"]
     label, build = suite.builder("resnet-20")
     networks = open_networks(sorted(options.cifar10.glob("*.safetensors"))[COMPONENTS : 2 * COMPONENTS], build, label)
     images = test_images("cifar10", data).evenly(1000)
@@ -294,7 +294,7 @@ def open_imagenet(options: argparse.Namespace) -> list[StoredSuite]:
         outliers=SHIFTED_OUTLIERS,
     )
     networks = open_named("imagenet_networks:lite0,imagenet_networks:lite1")
-    make_folds = find_suite("imagenet").make_folds
+    make_folds = SUITES["imagenet"].make_folds
     assert make_folds is not None
     left_out = ("kmnist", *(f"severity {level}" for level in range(1, 6) if level not in SEVERITIES))
     folds = [{name: source for name, source in fold.items() if name not in left_out} for fold in make_folds(data)]

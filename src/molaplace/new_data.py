@@ -6,7 +6,7 @@ change; only the curvature, the noise estimate, the evidence and the distances f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from molaplace.component import Component, LastLayer
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError
-from molaplace.network import Head, batch_count, check_loader, evaluating, peek, state_checksums
+from molaplace.network import Head, batch_count, check_loader, evaluating, state_checksums
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving.fit_checkpoint import FitCheckpoint
@@ -102,7 +102,7 @@ def _sums_over(
         sums = read_sums(
             posterior.networks,
             heads,
-            _batches(loader, where, team),
+            iter(loader),
             layers[0].structure,
             posterior.likelihood.as_specified(),
             distances=posterior.has_distances,
@@ -114,10 +114,6 @@ def _sums_over(
         )
     checkpoints.remove()
     return sums
-
-
-def _batches(loader: Iterable[Any], where: str, team: Team) -> Iterator[Any]:
-    return peek(loader, where)[1] if team.size == 1 else iter(loader)
 
 
 def _with_sums(posterior: MoLA, totals: Sequence[Sums]) -> MoLA:

@@ -22,7 +22,7 @@ from molaplace_lab.networks import Training, are_names, check_networks, find_net
 from molaplace_lab.records import COST, Store
 from molaplace_lab.runner import Plan, run_suite
 from molaplace_lab.suite import Budget, DataOptions, Suite, changed
-from molaplace_lab.suites.registry import SUITES, find_suite
+from molaplace_lab.suites.registry import SUITES
 from molaplace_lab.uci.comparison import read_records, run_uci
 from molaplace_lab.uci.data import SETS
 from molaplace_lab.uci.tables import as_good, gap_table, score_table
@@ -162,7 +162,7 @@ def bench(
     if suite == "uci":
         _bench_uci(data, results, _names(sets), splits, gaps=gaps, fresh=fresh, quiet=quiet)
         return
-    definition = find_suite(suite)
+    definition = SUITES[suite]
     options = DataOptions(
         directory=data,
         train=train_images,

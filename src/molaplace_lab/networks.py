@@ -46,8 +46,6 @@ class Training:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise OptionError(f"expected at least one network to train; got {self.count}.")
         self.suite.builder(self.network)
         if self.suite.training_data is None:
             raise OptionError(

@@ -22,7 +22,7 @@ from molaplace_lab.data.catalogue import load_images
 from molaplace_lab.networks import find_networks
 from molaplace_lab.records import Store
 from molaplace_lab.suites.image_sources import split_validation
-from molaplace_lab.suites.registry import find_suite
+from molaplace_lab.suites.registry import SUITES
 from tests.conftest import require_shared
 from tests.workspace import run_fit, to_evaluate
 
@@ -59,7 +59,7 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
 @pytest.mark.parametrize("suite", ["mnist", "cifar10"])
 def test_declared_methods_have_the_settings_of_their_records(suite):
     """So that records count: a new rule or option must leave the settings of all other methods as they were."""
-    definition = find_suite(suite)
+    definition = SUITES[suite]
     every = [methods_of(name, definition.budget, definition.sweep) for name in COMPARISONS]
     declared = {method.name: method for methods in every for method in methods}
     budgets = ("SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA")  # the records name the budget that was asked for
@@ -75,7 +75,7 @@ def test_declared_methods_have_the_settings_of_their_records(suite):
 
 def test_the_networks_of_the_mnist_records_are_those_of_the_repository():
     """Trained anew on another processor they differ in their last bits, and so does every number: they are kept."""
-    suite = find_suite("mnist")
+    suite = SUITES["mnist"]
     name, build = suite.builder(None)
     networks = open_networks(find_networks(ROOT / "networks" / "mnist"), build, name)
     runs = {record.run: record.networks for record in Store(RESULTS).records("mnist") if record.method == "DE"}
@@ -103,7 +103,7 @@ def made_again(tmp_path_factory):
         train=str(root / "train.npz"),
         val=str(root / "val.npz"),
         rule="threshold",
-        threshold=find_suite("mnist").threshold,
+        threshold=SUITES["mnist"].threshold,
     )
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -113,7 +113,7 @@ def watch(options: WatchCommandOptions) -> None:
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
         log, highlights = run_watch(fitted, options, source, skipped, progress)
-        sentences = watch_sentences(log, highlights)
+        sentences = [_alarm_sentence(log), _accuracy_sentence(log.watch), _highlights_sentence(highlights)]
         page = options.log.with_suffix(".html")
         if highlights.inputs or not page.exists():  # a run without new inputs keeps the page of the last run
             baseline = log.watch.baseline
@@ -258,11 +258,6 @@ def _line(log: WatchLog, inputs: list[InputScore]) -> dict[str, Any]:
         "reason": accuracy.reason,
         "strangest": [{"name": entry.name, "score": entry.score} for entry in strangest],
     }
-
-
-def watch_sentences(log: WatchLog, highlights: Highlights) -> list[str]:
-    """Return three sentences: the alarm, the accuracy, and the inputs to look at."""
-    return [_alarm_sentence(log), _accuracy_sentence(log.watch), _highlights_sentence(highlights)]
 
 
 def _alarm_sentence(log: WatchLog) -> str:

@@ -191,16 +191,12 @@ class Watch:
 
         The alarm is raised if the evidence of one of m streams reaches m / alpha. The order does not matter.
         """
-        if not all(self.same_origin(other) for other in others):
+        if any(self.differences(other) for other in others):
             raise OptionError("only watches with the same validation data and options can be merged.")
         streams = [stream for watch in (self, *others) for stream in watch.streams]
         if len({id(stream) for stream in streams}) < len(streams):
             raise OptionError("a stream can be merged only once. Pass each watch once.")
         return Watch(self.baseline, self.options, tuple(sorted(streams, key=_order)))
-
-    def same_origin(self, other: Watch) -> bool:
-        """Return True if both watches compare with the same validation data, with the same options."""
-        return not self.differences(other)
 
     def differences(self, other: Watch) -> list[str]:
         """Return what the other watch does not share, in words: options with both values, the posterior, or the validation data."""
