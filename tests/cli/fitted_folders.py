@@ -65,6 +65,7 @@ def draw(kind: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     if kind == "labels":
         y = (noisy[:, :3] > 0).astype(np.float64)
         y[::7, 1] = np.nan  # missing
+        y[5] = np.nan  # an input without any label
         return x, y
     return x, LOCATION + SCALE * np.stack([noisy[:, 0] + noisy[:, 1], noisy[:, 0] - noisy[:, 1]], 1)
 

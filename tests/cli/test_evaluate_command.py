@@ -74,6 +74,8 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     mine = document["methods"]["MoLA"]["labelled"]["test.npz"]["metrics"]
     for name, value in expected_scores(kind, posterior.predict(inputs), labels).items():
         assert_close(mine[name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
+    if kind.name in ("labels", "maps"):  # with several rows for an input; one has no label at all
+        assert document["sets"]["test.npz"]["inputs"] == len(inputs)
     far = posterior.predict(torch.from_numpy(np.load("far.npz")["x"])).ood_score
     inside = posterior.predict(inputs).ood_score
     score = document["methods"]["MoLA"]["outliers"]["far.npz"]["scores"]["ood score"]

@@ -132,11 +132,17 @@ class ComparedMethods:
 
     def add(self, columns: Mapping[str, PredictionColumns], captured: Captured) -> None:
         """Add each method's predictions for a batch, whose features and outputs have been captured, to its columns."""
-        rows = captured.used()
         labels = None if captured.labels is None else captured.labels.cpu()
         dense_rows = None
         if captured.layout.sizes:
             dense_rows = DenseRows(captured.row_numbers // captured.layout.count, captured.layout.inputs)
+        elif labels is not None and captured.in_use is not None:
+            # Inputs without any label have outlier scores, too.
+            labels = labels.new_full((captured.layout.inputs, *labels.shape[1:]), torch.nan).index_copy(
+                0, captured.in_use, labels
+            )
+            captured = replace(captured, in_use=None)
+        rows = captured.used()
         for name, method in self.methods.items():
             part = part_of(rows, method)
             prediction = method.make_prediction(part).cpu()
