@@ -103,7 +103,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             as_rule(chosen_rule, likelihood, [] if chosen_rule.needs_data else None)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        inputs = torch.tensor(table)
+        inputs = _as_inputs(table)
         targets = torch.from_numpy(labels)
         fit_to = partial(
             self._fit_posterior,
@@ -199,7 +199,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     def _inputs(self, X: Any) -> list[Tensor]:  # noqa: N803
         # Return the rows in batches, after checking that the estimator is fitted.
         check_is_fitted(self)
-        return list(torch.split(torch.tensor(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
+        return list(torch.split(_as_inputs(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
         """Return the full predictions for all rows, as a `mola.Prediction` or a `mola.RegressionPrediction`."""
@@ -432,6 +432,11 @@ def _moments(table: Array, argument: str) -> tuple[Array, Array]:
             argument=argument,
         )
     return scaler.mean_, scaler.scale_
+
+
+def _as_inputs(table: Array) -> Tensor:
+    # A copy, since torch rejects read-only memory and negative strides.
+    return torch.from_numpy(np.array(table, order="C"))
 
 
 def _batches(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:

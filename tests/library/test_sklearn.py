@@ -281,6 +281,10 @@ def test_searches_and_seeds():
     best = search.best_estimator_
     assert search.best_score_ > -np.log(3)
     np.testing.assert_array_equal(clone(best).fit(rows, labels).predict_proba(rows), best.predict_proba(rows))
+    rows.flags.writeable = False
+    np.testing.assert_array_equal(
+        clone(best).fit(rows, labels).predict_proba(rows[::-1])[::-1], best.predict_proba(rows)
+    )
     other = clone(best).set_params(random_state=1).fit(rows, labels)
     assert not np.array_equal(other.predict_proba(rows), best.predict_proba(rows))
 
