@@ -13,7 +13,7 @@ the F mixtures has seen fewer data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -57,7 +57,7 @@ def cross_fitted(objectives: Sequence[Objective]) -> CrossFitted:
     distances = first.distances
     if distances is not None:
         distances = replace(distances, relative_logs=lambda: _relative_logs(objectives))
-    values = {field.name: getattr(first, field.name) for field in fields(Objective)} | {
+    values = vars(first) | {
         "held_out": _join([objective.data for objective in objectives]),
         "log_evidence": [partial(_log_evidence, objectives, index) for index in range(first.num_networks)],
         "with_noise": lambda factors: cross_fitted([objective.with_noise(factors) for objective in objectives]),
@@ -71,7 +71,7 @@ def _join(parts: Sequence[HeldOut]) -> JoinedHeldOut:
     first = parts[0]
     outputs = [torch.cat(values) for values in zip(*(part.outputs for part in parts), strict=True)]
     labels = [part.labels for part in parts if part.labels is not None]
-    values = {field.name: getattr(first, field.name) for field in fields(HeldOut)} | {
+    values = vars(first) | {
         "features": [torch.cat(values) for values in zip(*(part.features for part in parts), strict=True)],
         "outputs": outputs,
         "layout": Layout.of(outputs[0], -1),
