@@ -1,6 +1,7 @@
 """Classes that are tokens: the posterior of a language model that chooses among a few tokens is that of a module written by hand."""
 
 import re
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.errors import DataError, HeadError, OptionError
 from molaplace.network.head import hooked
+from molaplace.network.token_choice import TokenChoice
 from tests.closeness import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -145,6 +147,24 @@ def test_the_vocabulary_is_not_computed_in_a_fit():
     with hooked([model.lm_head], lambda layer, features, outputs: values.append(outputs.numel())):
         posterior.predict(loader(LEFT))
     assert values == [0, 0, 0]
+
+
+def test_a_call_does_not_take_the_features_of_another_thread():
+    """The second call runs in its own thread in the middle of the first."""
+    choice = TokenChoice(build(), TOKENS)
+    expected = [choice(TEXTS), choice(TEXTS[:5])]
+    logits = []
+
+    def call_in_thread(*_):
+        handle.remove()
+        thread = threading.Thread(target=lambda: logits.append(choice(TEXTS[:5])))
+        thread.start()
+        thread.join()
+
+    handle = choice.model.model.register_forward_pre_hook(call_in_thread)
+    logits.append(choice(TEXTS))
+    assert_close(logits[1], expected[0])
+    assert_close(logits[0], expected[1])
 
 
 def test_posteriors_are_saved_loaded_and_shared_with_their_tokens(tmp_path):
