@@ -25,7 +25,8 @@ from molaplace.decisions.sets import PredictionSets
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, outlier_scores, regression_scores
-from molaplace.evaluation.columns import LEVELS, DenseRows
+from molaplace.evaluation.columns import LEVELS
+from molaplace.evaluation.positions import DenseRows
 from molaplace.likelihoods import Gaussian
 from molaplace.likelihoods.base import pooled
 from molaplace.network import Captured

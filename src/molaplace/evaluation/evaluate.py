@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
-from molaplace.evaluation.columns import PredictionColumns, flatten_positions
+from molaplace.evaluation.columns import PredictionColumns
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
+from molaplace.evaluation.positions import flatten_positions
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
