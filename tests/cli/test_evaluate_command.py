@@ -17,8 +17,9 @@ from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import make_decisions, outlier_threshold
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.methods import networks_alone, part_of
+from molaplace.cli.methods import ComparedMethods, networks_alone, part_of
 from molaplace.errors import MolaWarning
+from molaplace.evaluation import PredictionColumns
 from molaplace.progress import no_progress
 from molaplace.report.words import evaluation_findings
 from molaplace.report.writing import write_evaluation
@@ -196,7 +197,23 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
         assert ("ood score" in out.scores) == ("ood score" in scores)
         for score, pair in scores.items():
             assert out.scores[score]["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
+    if count > 1:
+        assert set(result.methods["DE-L"].chosen) == {"temperature"}
     json.dumps(result.document())
+
+
+@pytest.mark.parametrize("kind", ["classes"], indirect=True)
+def test_energies_are_those_of_scaled_logits(kind):
+    """Energies of the logits divided by the temperature and, if the method averages logits, of their mean."""
+    posterior = kind.open().posterior
+    inputs, _ = kind.data("test")
+    with torch.no_grad():
+        logits = torch.stack([network(inputs) for network in posterior.networks]).double() / 2
+    for pooling, expected in ((1.0, -logits.logsumexp(-1).mean(0)), (0.0, -logits.mean(0).logsumexp(-1))):
+        method = networks_alone(posterior, 2).with_temperature(2.0).with_pooling(pooling)
+        columns = {"scaled": PredictionColumns()}
+        ComparedMethods(posterior, {"scaled": method}).add(columns, posterior.capture(inputs))
+        assert_close(columns["scaled"].scores["energy"], expected, "difference")
 
 
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)
@@ -212,6 +229,7 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     scaled = scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
     held_out = posterior.read([(val, targets)], "validation data", labelled=True)
     noise = scale_noise(alone, part_of(held_out, alone)).noise
+    assert_close(noise[0] / alone.noise[0], noise[1] / alone.noise[1], "difference")
     # One factor for all networks, which have different noises: about the same noise on average.
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
 
