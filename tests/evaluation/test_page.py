@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from molaplace.evaluation import Comparison, Lead, MethodResult, SetInfo
-from molaplace.report.comparison_tables import evaluation_tables
+from molaplace.evaluation.comparison import AnswerResult, DecisionResult, SetResult
+from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.numbers import Quantity
-from molaplace.report.tables import Column, quantity_table
+from molaplace.report.tables import MISSING, Column, quantity_table
 from molaplace.report.words import evaluation_findings
 from molaplace.report.writing import evaluation_page
 from tests.made_up_results import SPREAD, record
@@ -76,6 +77,39 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
     assert apart.best == [("MoLA", 2)]
     assert texts(apart)["MAP"][1] == f"{100 * (0.92 + SPREAD[0]):.1f} ± 0.4"
     assert texts(passing)["MAP"][0] == f"{100 * (0.08 - SPREAD[0]):.1f}", "no error is known"
+
+
+def test_the_worst_classes_come_first():
+    run = one_run()
+    best = run.methods["MoLA"]
+    ((name, result),) = best.labelled.items()
+    accuracies = {"cat": (20, 0.9), "<u>": (30, 0.5), "dog": (40, 0.5)}
+    classes = {label: {"count": count, "accuracy": accuracy} for label, (count, accuracy) in accuracies.items()}
+    worse = replace(best, labelled={name: replace(result, classes=classes)})
+    table = detail_table(replace(run, methods={**run.methods, "MoLA": worse}))
+    assert list(texts(table)) == ["dog", "<u>", "cat"]
+
+
+def test_decisions_stand_beside_their_rates_and_an_impossible_rate_beside_its_reason():
+    answers = [
+        AnswerResult(0.01, 0.95, None, why="no threshold guarantees 0.01: pass more data."),
+        AnswerResult(0.05, 0.95, 0.8, answered=0.9, realised=0.0425),
+    ]
+    sets = SetResult(0.9, 0.93, 1.2, 0.0, {"cat": 0.96, "dog": 0.88})
+    decisions = DecisionResult(0.05, 0.046, {}, answers, sets)
+    comparison = replace(one_run(), decisions=decisions)
+    table, by_class = (
+        table for table in evaluation_tables(comparison) if "ecisions" in table.title or "sets" in table.title
+    )
+    assert texts(table) == {
+        "false alarms": ["5.0", "4.60", MISSING],
+        "wrong answers ≤ 1 %": ["1.0", MISSING, MISSING],
+        "wrong answers ≤ 5 %": ["5.0", "4.25", "90.0"],
+        "sets without the class ≤ 10 %": ["10.0", "7.00", MISSING],
+    }
+    for words in ("may exceed their bounds by chance", "above the outlier threshold", "No threshold guarantees 0.01"):
+        assert words in table.caption
+    assert texts(by_class) == {"dog": ["88.0"], "cat": ["96.0"]}
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
             *rates,
         ]
         if answers.threshold is None:
-            caption = f"{answers.why[:1].upper()}{answers.why[1:]}"
+            caption += f" {answers.why[:1].upper()}{answers.why[1:]}"
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
     sets = decisions.sets
     if sets is not None:
