@@ -134,4 +134,6 @@ def test_the_suite_compares_mixtures_of_adapters(tmp_path, data, monkeypatch):
     for method, temperature in (("MC dropout", 1.0), ("MC dropout-T", records["MC dropout-T"].chosen["temperature"])):
         nll = torch.nn.functional.cross_entropy(probs.log() / temperature, labels)
         assert records[method].labelled["test"].metrics["nll"] == pytest.approx(float(nll.detach()), rel=1e-4)
+        for outliers in records[method].outliers.values():  # the draws have no temperature
+            assert ("mutual information" in outliers.scores) == (temperature == 1)
     assert records["MC dropout"].labelled["test"].metrics["nll"] != records["MAP"].labelled["test"].metrics["nll"]
