@@ -122,7 +122,7 @@ def abstain_threshold(
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
-    certain = check_share(certainty, "certainty", "95 % is 0.95.")
+    certainty = check_share(certainty, "certainty", "95 % is 0.95.")
     scores = calibration.confidence
     errors_mask = ~calibration.correct
     if score is not None:
@@ -133,16 +133,16 @@ def abstain_threshold(
                 f"{tuple(scores.shape)} with {int(scores.isnan().sum())} NaN.",
                 argument="score",
             )
-    choice = _walk(scores, errors_mask, rate, 1 - certain)
+    choice = _walk(scores, errors_mask, rate, 1 - certainty)
     if choice is None:
-        raise DataError(_why_none(scores, errors_mask, rate, 1 - certain))
+        raise DataError(_why_none(scores, errors_mask, rate, 1 - certainty))
     value, answered, errors = choice
     return AnswerThreshold(
         value if score is not None else max(value, 0.0),  # 0 instead of -inf, because every confidence is above 0
         score="confidence" if score is None else OWN,
         fingerprint=calibration.fingerprint,
         error_rate=rate,
-        certainty=certain,
+        certainty=certainty,
         count=len(errors_mask),
         answered=answered,
         errors=errors,

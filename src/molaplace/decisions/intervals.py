@@ -92,14 +92,14 @@ def prediction_intervals(
         A callable that maps predictions to the lower and upper ends of intervals. `DataError` is raised if there are not enough data
         for this coverage.
     """
-    share = check_share(coverage, "coverage", "90 % is 0.9.")
+    coverage = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, INTERVAL_METHODS, "method")
     if joint and method != "normalised":
         raise OptionError(
             "must be 'normalised' for joint=True: outputs may have different units, and only normalised scores have no unit.",
             argument="method",
         )
-    low, high, scale = _ends(prediction, method, share)
+    low, high, scale = _ends(prediction, method, coverage)
     values = as_numbers(targets, "targets")
     values = values[:, None] if values.ndim == 1 and low.shape[1] == 1 else values
     if values.shape != low.shape or not bool(values.isfinite().all()):
@@ -111,9 +111,9 @@ def prediction_intervals(
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
     return PredictionIntervals(
-        coverage=share,
+        coverage=coverage,
         method=method,
-        threshold=thresholds(scores, share, "infinite intervals"),
+        threshold=thresholds(scores, coverage, "infinite intervals"),
         count=len(scores),
         joint=joint,
         fingerprint=getattr(prediction, "fingerprint", None),

@@ -137,7 +137,7 @@ def prediction_sets(
         A callable that maps predictions to masks (n, C). `DataError` is raised if there are not enough data for this coverage.
     """
     calibration = Calibration.of(prediction, labels)
-    share = check_share(coverage, "coverage", "90 % is 0.9.")
+    coverage = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, SET_METHODS, "method")
     if by is not None:
         one_of(by, ("class",), "by", "None")
@@ -157,18 +157,21 @@ def prediction_sets(
     scores = _scores(method, *columns, draws, penalty, free)
     if by == "class":
         threshold = torch.stack(
-            [conformal_quantiles(scores[calibration.label == label], 1 - share) for label in range(calibration.classes)]
+            [
+                conformal_quantiles(scores[calibration.label == label], 1 - coverage)
+                for label in range(calibration.classes)
+            ]
         )
         rare_classes = threshold.isinf().nonzero().flatten().tolist()
         if rare_classes:
             warn(
-                f"a coverage of {share:g} requires at least {data_needed(1 - share)} labelled data points of each class. Every set "
+                f"a coverage of {coverage:g} requires at least {data_needed(1 - coverage)} labelled data points of each class. Every set "
                 f"includes the classes that have fewer: {listed(rare_classes, 5)}."
             )
     else:
-        threshold = thresholds(scores, share, "sets of all classes")
+        threshold = thresholds(scores, coverage, "sets of all classes")
     return PredictionSets(
-        coverage=share,
+        coverage=coverage,
         method=method,
         threshold=threshold,
         classes=calibration.classes,
