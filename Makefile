@@ -86,14 +86,16 @@ test-processors: $(READY)  ## the tests at three processor levels with one and t
 	$(PYTEST) -m '$(PART)' --random-order --random-order-seed=$(SEED) --hypothesis-seed=$(SEED) || failed="$$failed random-order"; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-# Not in CI: old wheels of torch bring gigabytes of CUDA libraries. The extra `export` is declared for the versions of development alone.
+# Not in .ci/run: on Linux, old wheels of torch bring gigabytes of CUDA libraries, unless pip knows an index of CPU builds. The extra
+# `export` is declared for the versions of development alone.
 test-minimum:  ## the library with the lowest versions declared, in an environment of its own
 	$(PYTHON) -m venv $(VENV)-minimum
 	$(VENV)-minimum/bin/python -m pip install -q --disable-pip-version-check -c constraints-minimum.txt -e . \
 		huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml rich scikit-learn scipy matplotlib pooch pillow \
-		click pyparsing einops einconv linear_operator opt-einsum
+		click transformers peft pyparsing einops einconv linear_operator opt-einsum
 	$(VENV)-minimum/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4'
-	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'not slow and not browser and not export'
+	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library tests/evaluation tests/cli \
+		-m 'not slow and not browser and not export'
 
 # Packages that only the recipes need. timm and torchvision come without their dependencies, because torchvision's wheels each ask for
 # one exact build of torch.

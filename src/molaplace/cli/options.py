@@ -104,7 +104,7 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
     return parameter
 
 
-class _Choice(click.Choice):  # type: ignore[type-arg]  # generic only from click 8.2 on
+class _Choice(click.Choice[Any]):
     # Add a hint to the message for an unknown name.
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
