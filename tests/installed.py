@@ -111,6 +111,15 @@ def build(folder: Path) -> Path:
     return Path(wheels["direct"])
 
 
+def check_readme(wheel: Path) -> None:
+    """README on the package index has no relative links or images, which would lead nowhere."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        readme = archive.read(metadata).decode().split("\n# molaplace\n")[1]
+    relative = re.findall(r"\]\((?!https?://)[^)]*\)", readme)
+    check(not relative, f"README on the package index has relative links: {relative}")
+
+
 class Environment:
     """A fresh virtual environment, and an empty working directory."""
 
@@ -203,6 +212,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="molaplace-wheel-") as name:
         folder = Path(name)
         wheel = build(folder)
+        check_readme(wheel)
         environment = Environment(folder)
         environment.install(str(wheel))
         say("installed without extras")
