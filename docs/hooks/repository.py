@@ -1,7 +1,8 @@
 """MkDocs hook that adds the files outside `docs/` that pages link to, so that every link works on the site.
 
 Markdown files become pages. Source files become pages that show their code, and folders become pages that list their files. Records
-(JSON) and images are copied. All added files are under `repository/` and keep their paths in the repository.
+(JSON) and images are copied; weights, which take megabytes, are only named. All added files are under `repository/` and keep their paths
+in the repository.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ HERE = "repository/"
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
+WEIGHTS = ".safetensors"
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 """Front matter that excludes file lists and source code from the search index."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -68,7 +70,10 @@ def _content(path: str) -> str | None:
 
 
 def _listed(files: Iterable[Path], folder: Path) -> str:
-    return ", ".join(f"[{file.name}]({file.relative_to(folder).as_posix()})" for file in files)
+    return ", ".join(
+        f"`{file.name}`" if file.suffix == WEIGHTS else f"[{file.name}]({file.relative_to(folder).as_posix()})"
+        for file in files
+    )
 
 
 def _hidden(path: Path) -> bool:
