@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol, Self
 
 import torch
@@ -140,8 +140,14 @@ class Likelihood(ABC):
     """What an output is called in messages, as singular and plural."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the likelihood's constructor arguments as a JSON-serialisable dictionary."""
-        return {}
+        """Return the constructor arguments that differ from their defaults as a JSON-serialisable dictionary.
+
+        Likelihoods that are not dataclasses have none, unless they override this method.
+        """
+        default = type(self)() if is_dataclass(self) else self
+        values = {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
+        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:

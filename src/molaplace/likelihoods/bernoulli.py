@@ -101,12 +101,6 @@ class Bernoulli(ClassificationLikelihood):
         object.__setattr__(self, "pos_weight", weights)
         object.__setattr__(self, "label_smoothing", check_label_smoothing(self.label_smoothing))
 
-    def settings(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dictionary of the options that differ from their defaults."""
-        weights: Any = self.pos_weight
-        changed = {} if weights is None else {"pos_weight": list(weights)}
-        return changed | ({"label_smoothing": self.label_smoothing} if self.label_smoothing else {})
-
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits of shape (n, C), given outputs of shape (n,) or (n, C)."""
         if outputs.dim() == 1:

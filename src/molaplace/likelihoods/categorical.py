@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +91,6 @@ class Categorical(ClassificationLikelihood):
         weights = None if self.class_weights is None else loss_weights(self.class_weights, "class_weights")
         object.__setattr__(self, "class_weights", weights)
         object.__setattr__(self, "label_smoothing", check_label_smoothing(self.label_smoothing))
-
-    def settings(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dictionary of the options that differ from their defaults."""
-        weights = {} if self.class_weights is None else {"class_weights": list(self.class_weights)}
-        return weights | ({"label_smoothing": self.label_smoothing} if self.label_smoothing else {})
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Return logits (n, C), or raise `HeadError`."""

@@ -118,13 +118,6 @@ class Gaussian(RegressionLikelihood):
         one_of(self.order, ("stacked", "interleaved"), "order")
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
-    def settings(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dictionary of the constructor arguments that differ from their defaults."""
-        default = Gaussian()
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
-
     # Outputs.
 
     def num_uncertain(self, outputs: int) -> int:
