@@ -124,7 +124,10 @@ class LaplaceMixture(Predictor):
         """True if the training data have changed since tuning. The posterior should then be tuned again."""
         self.validation_reference: Reference | None = reference
         """Typical distances of the validation data, or None before tuning."""
-        self.reference: Reference | None = self._training_reference() if reference is None else reference
+        if reference is None and self.has_distances:
+            scales = [FeatureScale(distance.training_distance, distance.training_norm) for distance in self.distances]
+            reference = Reference(tuple(scales))
+        self.reference: Reference | None = reference
         """Typical distances, feature norms and outlier scores, or None if there are no distances."""
         if self.settings.uses_distance and not self.has_distances:
             raise OptionError(NO_DISTANCES)
@@ -136,12 +139,7 @@ class LaplaceMixture(Predictor):
             self.weights = uniform_weights(count) if weights == "uniform" else self._weights_at(self.settings)
         given_weights = self.weights.tolist() if self.weighting == "given" else self.weighting
         parts = [component.fingerprint for component in components]
-        self.fingerprint = digest(parts, self.settings, link, given_weights, reference)
-
-    def _training_reference(self) -> Reference | None:
-        distances = self.distances
-        scales = tuple(FeatureScale(distance.training_distance, distance.training_norm) for distance in distances)
-        return Reference(scales) if scales else None
+        self.fingerprint = digest(parts, self.settings, link, given_weights, self.validation_reference)
 
     # --- properties -------------------------------------------------------------------------------------------------
 

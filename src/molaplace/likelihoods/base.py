@@ -145,9 +145,12 @@ class Likelihood(ABC):
         Likelihoods that are not dataclasses have none, unless they override this method.
         """
         default = type(self)() if is_dataclass(self) else self
-        values = {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
-        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        settings = {}
+        for name in getattr(self, "__dataclass_fields__", ()):
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                settings[name] = list(value) if isinstance(value, tuple) else value
+        return settings
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:

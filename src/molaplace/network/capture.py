@@ -108,7 +108,8 @@ class Captured:
     def used(self) -> Captured:
         """Return the rows in use, without positions."""
         index = EVERY if self.in_use is None else self.in_use
-        features, outputs = ([self._at(values, index) for values in part] for part in (self.features, self.outputs))
+        features = [self._at(values, index) for values in self.features]
+        outputs = [self._at(values, index) for values in self.outputs]
         return Captured(self.heads, features, outputs, Layout.of(outputs[0], -1), labels=self.labels)
 
     def on_cpu(self) -> Captured:
