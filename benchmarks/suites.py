@@ -7,7 +7,7 @@ from pathlib import Path
 from molaplace_lab.activations import ActivationCache, Network, open_networks
 from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.suite import DataOptions, Source
-from molaplace_lab.suites.registry import find_suite
+from molaplace_lab.suites.registry import SUITES
 
 MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
 
@@ -42,7 +42,7 @@ def open_suite(
         count: number of networks to use; None for all.
         sets: names of the data sets to use; if empty, all sets.
     """
-    suite = find_suite(name)
+    suite = SUITES[name]
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)
     sources = {name: source for name, source in suite.make_sources(options).items() if not sets or name in sets}
     members = open_networks(sorted(networks.glob("*.safetensors"))[:count], build, label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -12,18 +13,19 @@ import molaplace as mola
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "molaplace_lab").rglob("*.py"))
+SCRIPTS = [path for folder in ("benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
 DOCUMENTED = set(re.findall(r"^::: (molaplace[\w.]*)", REFERENCE, re.M))
 
 
-def imports(path):
-    """All names that a file imports from the library, in the form module.name."""
+def imports(path, *packages):
+    """All names that a file imports from the packages, in the form module.name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.partition(".")[0] == "molaplace":
+                if alias.name.partition(".")[0] in packages:
                     yield alias.name
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "molaplace":
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in packages:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -34,7 +36,20 @@ def is_public(name):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_the_laboratory_imports_public_names(path):
-    assert [name for name in imports(path) if not is_public(name)] == []
+    assert [name for name in imports(path, "molaplace") if not is_public(name)] == []
+
+
+def exists(name):
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_scripts_that_the_tests_do_not_run_import_names_that_exist(path):
+    assert [name for name in imports(path, "molaplace", "molaplace_lab") if not exists(name)] == []
 
 
 def test_the_library_never_imports_the_laboratory():
