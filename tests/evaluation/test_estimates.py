@@ -55,6 +55,10 @@ MEASURES = {  # a measurement and its value, from scores of inliers and outliers
     "auroc": (area_between, metrics.auroc),
     "fpr95": (pass_rate, metrics.fpr_at_tpr),
     "ece": (calibration_error, labelled_bins),
+    "ece of bins that are too sure and too unsure": (
+        lambda sure, right: calibration_error(sure.square(), right),
+        lambda sure, right: labelled_bins(sure.square(), right),
+    ),
     "aurc": (
         lambda sure, right: risk_area(1 - sure, right),
         lambda sure, right: metrics.area_under_risk_coverage(1 - sure, right),

@@ -6,10 +6,16 @@ import pytest
 from molaplace.evaluation import Examples, Pictures, SetInfo
 from molaplace.report.curves import Line, Panel, draw_panels, draw_reliability
 from molaplace.report.pictures import draw_examples, draw_histograms
-from molaplace.report.style import strokes
+from molaplace.report.style import COLOURS, strokes
 from molaplace.report.watch_page import draw_evidence, draw_scores
 
 STYLES = strokes(["MAP", "MoLA"])
+
+
+def test_a_method_has_one_style_whatever_stands_beside_it():
+    several = strokes(["another", "DE", "DE-T", "MoLA"])
+    assert several["MoLA"] == STYLES["MoLA"] == {"color": COLOURS["MoLA"], "linestyle": "-"}
+    assert len({str(style) for style in several.values()}) == 4
 
 
 def test_a_band_is_one_error_above_and_below_its_line():

@@ -208,13 +208,13 @@ def _walk(scores: Tensor, errors_mask: Tensor, rate: float, delta: float) -> tup
     # part of the level is spent.
     counts = [errors[answers] for answers in answer_counts]
     tested = [
-        0,
-        *(i for i in range(1, len(answer_counts)) if counts[i] != counts[i - 1] or answer_counts[i] in spent),
-        len(answer_counts),
+        index
+        for index in range(1, len(answer_counts))
+        if counts[index] != counts[index - 1] or answer_counts[index] in spent
     ]
     level = 0.0
     best = None
-    for index, next_index in pairwise(tested):
+    for index, next_index in pairwise([*tested, len(answer_counts)]):
         answers = answer_counts[index]
         level += spent.get(answers, 0.0)
         if level and binomial_tail(errors[answers], answers, rate) <= level * (1 + ROUNDING):
