@@ -143,9 +143,9 @@ class Calibration:
     def __len__(self) -> int:
         return len(self.label)
 
-    def select(self, chosen: Tensor) -> Calibration:
+    def select(self, rows: Tensor) -> Calibration:
         """Return the subset of the data selected by an index or mask."""
-        columns: dict[str, Any] = {name: column[chosen] for name, column in self.columns().items()}
+        columns: dict[str, Any] = {name: column[rows] for name, column in self.columns().items()}
         return replace(self, **columns)
 
     def columns(self) -> dict[str, Tensor]:

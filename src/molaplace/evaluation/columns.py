@@ -79,9 +79,9 @@ class Columns:
         """Index of each row's input, of shape (n,), or None if each row is a separate input."""
         return self[INPUT].long() if INPUT in self else None
 
-    def select(self, chosen: slice | Tensor) -> Columns:
-        """Return a table with some of the rows, given as a slice or a mask."""
-        return Columns(self.names, [torch.cat(self.parts)[chosen]])
+    def select(self, rows: slice | Tensor) -> Columns:
+        """Return a table with some of the rows, as a slice or a mask."""
+        return Columns(self.names, [torch.cat(self.parts)[rows]])
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
@@ -240,8 +240,8 @@ def _regression_columns(
     columns = {"std": std.mean(1), "square": squares.mean(1), **distribution.scores(targets)}
     columns |= {f"covered[{level}]": (smallest_level <= level).double().mean(1) for level in levels}
     for level, (lower, upper) in (intervals or {}).items():
-        inside = (targets >= lower.to(targets)) & (targets <= upper.to(targets))
-        columns[f"calibrated[{level}]"] = inside.double().mean(1)
+        covered = (targets >= lower.to(targets)) & (targets <= upper.to(targets))
+        columns[f"calibrated[{level}]"] = covered.double().mean(1)
         columns[f"calibrated width[{level}]"] = (upper - lower).mean(1)
     if not detail:
         return columns, {}

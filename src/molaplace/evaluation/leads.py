@@ -58,8 +58,8 @@ def lead(measurements: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(name for name, leads in by_name.items() if leads and min(map(_in_errors, leads.values())) > CLEAR)
     # If the lead is clear, the rival is the second-best entry; otherwise, it is the best entry that is not clearly behind.
     leads = by_name[best]
-    near = {name: gap for name, gap in leads.items() if best in clear or _in_errors(gap) <= CLEAR}
-    rival = min(near, key=lambda name: near[name].value, default=None)
+    contenders = {name: gap for name, gap in leads.items() if best in clear or _in_errors(gap) <= CLEAR}
+    rival = min(contenders, key=lambda name: contenders[name].value, default=None)
     ahead = None if rival is None else leads[rival].value
     error = None if rival is None or math.isnan(leads[rival].error) else leads[rival].error
     level = tuple(name for name in measurements if name[0] != best[0] and name not in leads)

@@ -139,21 +139,21 @@ def quiet_axes(panel: Axes) -> None:
     panel.tick_params(length=3)
 
 
-def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
+def shared_legend(figure: Figure, panels: list[Axes], num_panels: int, handles: list[Any] | None = None) -> None:
     """Draw one legend for all panels: in the first unused panel if it fits there, otherwise below the figure.
 
     By default, the legend has the labels of all panels; without handles, it is omitted.
     """
-    for panel in panels[used:]:
+    for panel in panels[num_panels:]:
         panel.set_axis_off()
     if handles is None:
-        drawn = [handle for panel in panels[:used] for handle in panel.get_legend_handles_labels()[0]]
-        handles = list({handle.get_label(): handle for handle in drawn}.values())
+        all_handles = [handle for panel in panels[:num_panels] for handle in panel.get_legend_handles_labels()[0]]
+        handles = list({handle.get_label(): handle for handle in all_handles}.values())
     if not handles:
         return
     style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
-    if len(panels) > used and len(handles) <= 16:
-        panels[used].legend(handles=handles, loc="center left", **style)
+    if len(panels) > num_panels and len(handles) <= 16:
+        panels[num_panels].legend(handles=handles, loc="center left", **style)
         return
     longest = max(len(handle.get_label()) for handle in handles)
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))

@@ -137,15 +137,15 @@ def quantity_table(
     `numbers` returns the numbers of each method for a quantity and a unit factor, and `best` the methods to mark in a column.
     """
     by_column = [(column, numbers(column.quantity, column.factor)) for column in columns]
-    nonempty = [
+    pairs = [
         (column, values)
         for column, values in by_column
         if aside or any(number is not None for number in values.values())
     ]
-    marked = [(name, index) for index, (column, values) in enumerate(nonempty) for name in best(column, values)]
-    methods = dict.fromkeys(name for _, values in nonempty for name in values)
-    rows = {method: [values[method] for _, values in nonempty] for method in methods}
-    return make_table(title, caption, [column for column, _ in nonempty], rows, aside, marked)
+    best_cells = [(name, index) for index, (column, values) in enumerate(pairs) for name in best(column, values)]
+    methods = dict.fromkeys(name for _, values in pairs for name in values)
+    rows = {method: [values[method] for _, values in pairs] for method in methods}
+    return make_table(title, caption, [column for column, _ in pairs], rows, aside, best_cells)
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def print_table(console: Console, table: Table) -> None:
     from rich.measure import Measurement
     from rich.text import Text
 
-    printed = _rich_table(table)
+    rich_table = _rich_table(table)
     caption = table.caption
     unlimited = console.options.update(max_width=10_000)
-    if Measurement.get(console, unlimited, printed).maximum > console.width:
-        printed = _rich_table(table, errors=False)
-        printed.width = Measurement.get(console, unlimited, printed).maximum
+    if Measurement.get(console, unlimited, rich_table).maximum > console.width:
+        rich_table = _rich_table(table, errors=False)
+        rich_table.width = Measurement.get(console, unlimited, rich_table).maximum
         caption += (
             " The terminal is too narrow to show standard errors; the output files contain them." if caption else ""
         )
     console.print(Text(table.title, style="bold"))
-    console.print(printed, crop=False)
+    console.print(rich_table, crop=False)
     if caption:
         console.print(Text(f"{caption}\n", style="dim"))
 
@@ -176,8 +176,8 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    printed = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    printed.add_column("", no_wrap=True)
+    rich_table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    rich_table.add_column("", no_wrap=True)
     for index, column in enumerate(table.columns):
         # The heading of a group is placed above its first column, with one word per line, so that the numbers determine the column
         # width.
@@ -185,7 +185,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
         name = "\n".join(
             [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
         )
-        printed.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+        rich_table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for row, texts in zip(table.texts.index, table.texts.to_numpy(), strict=True):
         cells = [
             Text(
@@ -193,8 +193,8 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
             )
             for index, text in enumerate(texts)
         ]
-        printed.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
-    return printed
+        rich_table.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
+    return rich_table
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
