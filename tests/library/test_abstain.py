@@ -197,6 +197,8 @@ def test_an_impossible_rate_names_the_lowest_that_is_possible():
         (DataError, "one-hot", {"labels": torch.zeros(50, 2)}),
         (DataError, "names such as 'cat'", {"labels": ["cat"] * 50}),
         (DataError, "Positions", {"prediction": torch.full((50, 2, 3, 3), 0.5)}),
+        (DataError, "two classes; got shape", {"prediction": torch.full((50,), 0.7)}),
+        (DataError, "two classes; got shape", {"prediction": torch.ones(50, 1)}),
         (DataError, r"row 0 sums to 1\.4", {"prediction": torch.full((50, 2), 0.7)}),
     ],
 )

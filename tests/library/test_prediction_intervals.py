@@ -55,6 +55,12 @@ def test_intervals_by_definition():
     assert torch.allclose(upper - lower, 2 * ratio * prediction.std)
 
 
+def test_targets_of_one_output_need_no_axis():
+    prediction, targets = regression(50, outputs=1)
+    plain, with_axis = (mola.prediction_intervals(prediction, values) for values in (targets[:, 0], targets))
+    assert torch.equal(plain.threshold, with_axis.threshold)
+
+
 def test_intervals_that_would_be_empty_are_points():
     prediction, _ = regression(100)
     band = mola.prediction_intervals(prediction, prediction.mean, 0.9)
@@ -69,6 +75,7 @@ def test_wrong_use_is_refused():
     for error, words, changes in (
         (DataError, r"mola\.prediction_sets", {"prediction": torch.zeros(50, 2)}),
         (DataError, r"shape \(50, 2\).*got shape \(49, 2\)", {"targets": targets[1:]}),
+        (DataError, r"shape \(50, 2\).*got shape \(50,\)", {"targets": targets[:, 0]}),
         (DataError, "too few for a coverage", {"coverage": 0.99}),
         (OptionError, "method must be 'normalised'", {"joint": True}),
         (OptionError, "method must be", {"method": "cqr"}),
