@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from molaplace.network import IGNORE_INDEX, Layout, drawn_positions
+from molaplace.network import Layout, drawn_positions
 from molaplace.prediction import Field, Prediction, RegressionPrediction
 
 
@@ -25,9 +25,9 @@ def flatten_positions(
     labels: Tensor | None,
     where: str,
     *,
-    ignore_index: int = IGNORE_INDEX,
-    positions: str | int = "all",
-    first: int = 0,
+    ignore_index: int,
+    positions: str | int,
+    first: int,
 ) -> tuple[Any, Tensor | None, DenseRows | None]:
     """Flatten dense predictions and labels to m rows, one per position that is not ignored, and return each row's input.
 
