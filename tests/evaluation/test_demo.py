@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from molaplace.cli import app
@@ -21,6 +22,7 @@ from molaplace.demo.run import (
     SINGLE,
     TEST,
     DemoSettings,
+    map_moons,
     run_demo,
 )
 from tests.pages import Page
@@ -44,6 +46,20 @@ def runs():
 @pytest.fixture(scope="module")
 def result(runs):
     return runs[0]
+
+
+def test_maps_run_from_left_to_right_and_from_bottom_to_top(monkeypatch):
+    def half(axis):
+        def probabilities(plane):
+            probs = 0.5 + 0.5 * (plane[:, axis] > 0)
+            return torch.stack([probs, 1 - probs], 1)
+
+        return probabilities
+
+    monkeypatch.setattr("molaplace.demo.run.demo_methods", lambda *data: {"right": half(0), "top": half(1)})
+    maps = map_moons(replace(TINY, map_size=4), lambda epoch: None).maps
+    assert maps["right"].tolist() == [[0.5, 0.5, 1.0, 1.0]] * 4
+    assert maps["top"].tolist() == [[0.5] * 4] * 2 + [[1.0] * 4] * 2
 
 
 # --- what it finds --------------------------------------------------------------------------------------------------

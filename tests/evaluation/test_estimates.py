@@ -63,6 +63,10 @@ MEASURES = {  # a measurement and its value, from scores of inliers and outliers
         lambda sure, right: risk_area(1 - sure, right),
         lambda sure, right: metrics.area_under_risk_coverage(1 - sure, right),
     ),
+    "aurc with ties": (
+        lambda sure, right: risk_area(1 - (5 * sure).round(), right),
+        lambda sure, right: metrics.area_under_risk_coverage(1 - (5 * sure).round(), right),
+    ),
     "mean": (lambda sure, _: mean_of(sure.exp()), lambda sure, _: float(sure.exp().mean())),
     "root": (lambda sure, _: root_mean_of(sure.square()), lambda sure, _: float(sure.square().mean().sqrt())),
 }

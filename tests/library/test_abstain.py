@@ -56,6 +56,8 @@ def test_the_tail_of_many_data():
 
 # The level of the first part, passed on, is needed where the second part is spent: after 6 of 12 answers.
 @example([(12 - index, bad == "x") for index, bad in enumerate("......x.xxxx")], 0.5, 0.5)
+# The first half of the answers has one score, so that the first threshold tested is one at which a part is spent.
+@example([(6, False)] * 6 + [(5 - index, False) for index in range(6)], 0.5, 0.5)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=4, max_size=60),
     st.sampled_from([0.1, 0.3, 0.5]),
