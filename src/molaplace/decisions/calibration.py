@@ -84,7 +84,7 @@ def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(above).scatter_(1, order, above), torch.empty_like(order).scatter_(1, order, ranks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Calibration data for n labelled examples, as columns of shape (n,) on the CPU."""
 

@@ -32,7 +32,7 @@ from molaplace.prediction import RegressionPrediction
 INTERVAL_METHODS = ("quantile", "normalised")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PredictionIntervals:
     """A callable, made by `mola.prediction_intervals`, that maps a prediction to lower and upper interval ends, each (n, D)."""
 

@@ -43,7 +43,7 @@ from molaplace.prediction import Prediction
 SET_METHODS = ("lac", "aps", "raps")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PredictionSets:
     """A callable, made by `mola.prediction_sets`, that maps a prediction to a mask (n, C) of the classes in each set."""
 
