@@ -6,6 +6,7 @@ dependency.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ STEPS = 16
 """Target number of steps per epoch for the default batch size."""
 MIN_BATCH = 32
 MAX_BATCH = 1024
-"""Largest default batch size."""
+"""Bounds of the default batch size."""
 
 FusedAdamW = partial(torch.optim.AdamW, fused=True)
 """AdamW that updates all weights in one call, which takes a third of the time of a training step off small networks."""
@@ -72,6 +73,15 @@ class _Standardisation(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return ((rows.to(self.mean.dtype) - self.mean) / self.scale).clamp(-FARTHEST, FARTHEST)
+
+
+def batch_size_for(rows: int) -> int:
+    """Return the default batch size, with which the last batch of an epoch is about as large as the others.
+
+    A last batch of a few rows would be a step of full size in a random direction.
+    """
+    steps = max(min(math.ceil(rows / MIN_BATCH), STEPS), math.ceil(rows / MAX_BATCH))
+    return math.ceil(rows / steps)
 
 
 class _Perceptrons(BaseEstimator):  # type: ignore[misc]
@@ -110,7 +120,6 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             outputs=outputs,
             likelihood=likelihood,
             loss=loss or (lambda logits, labels: -likelihood.log_likelihood(logits, labels)),
-            batch_size=min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH),
             standardisation=_Standardisation(*_moments(table, "X")),
             seed=seed,
         )
@@ -142,11 +151,10 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         outputs: int,
         likelihood: Likelihood,
         loss: Loss,
-        batch_size: int,
         standardisation: _Standardisation,
         seed: int,
     ) -> MoLA:
-        # Train the networks on standardised rows and fit their posterior; `batch_size` is the default of the parameter.
+        # Train the networks on standardised rows and fit their posterior.
         hidden = list(self.hidden) if isinstance(self.hidden, Iterable) else [self.hidden]
         if not hidden:
             raise OptionError("must contain at least one width, such as (64,); got none.", argument="hidden")
@@ -159,7 +167,9 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             members=whole_number(self.members, "members"),
             seed=seed,
             epochs=whole_number(self.epochs, "epochs"),
-            batch_size=batch_size if self.batch_size is None else whole_number(self.batch_size, "batch_size"),
+            batch_size=(
+                batch_size_for(len(inputs)) if self.batch_size is None else whole_number(self.batch_size, "batch_size")
+            ),
             learning_rate=check_number(self.learning_rate, "learning_rate", 1e-12, 1e3, "AdamW begins with it."),
             weight_decay=check_number(
                 self.weight_decay,
@@ -228,7 +238,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         hidden: widths of the hidden layers.
         members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; by default, a sixteenth of the rows, but at least 32 and at most 1024.
+        batch_size: number of rows per training step; by default, about a sixteenth of the rows, but about 32 at least and 1024 at most.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from

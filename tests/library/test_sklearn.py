@@ -1,5 +1,6 @@
 """The scikit-learn estimators: scikit-learn's own checks, and what they promise beyond them."""
 
+import math
 import warnings
 
 import numpy as np
@@ -17,6 +18,7 @@ from molaplace.errors import DataError, MolaWarning, OptionError
 from molaplace.perceptrons import train_mlps
 from molaplace.rules.cross_fitting import cross_fitted
 from molaplace.rules.rule import rule_of
+from molaplace.sklearn import batch_size_for
 from tests.forked_python import run_python
 
 SMALL = {"hidden": (16,), "members": 1, "epochs": 15, "folds": 2}
@@ -65,6 +67,12 @@ def test_each_row_is_held_out_once_and_classes_are_spread_over_the_folds():
     assert np.bincount(folds[1:]).tolist() == [36, 36, 35, 35]
 
 
+def test_the_last_batch_is_at_least_half_as_large_as_the_others():
+    for rows in range(1, 20_000):
+        size = batch_size_for(rows)
+        assert rows - (math.ceil(rows / size) - 1) * size >= size / 2, rows
+
+
 def by_hand(rows, labels, model, loss, likelihood):
     """The posteriors of all folds and their held-out rows, and the posterior of all rows."""
     random = np.random.RandomState(0)
@@ -75,8 +83,8 @@ def by_hand(rows, labels, model, loss, likelihood):
 
     def fit(rows):
         networks = train_mlps(
-            inputs[rows], targets[rows], 3, loss, hidden=(16,), members=2, seed=seed, epochs=20, batch_size=32,
-            learning_rate=model.learning_rate, weight_decay=model.weight_decay,
+            inputs[rows], targets[rows], 3, loss, hidden=(16,), members=2, seed=seed, epochs=20,
+            batch_size=batch_size_for(len(targets[rows])), learning_rate=model.learning_rate, weight_decay=model.weight_decay,
         )  # fmt: skip
         return mola.fit(networks, [(inputs[rows], targets[rows])], likelihood=likelihood, progress=False)
 
