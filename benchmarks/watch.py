@@ -650,6 +650,10 @@ def broken(document: dict[str, Any]) -> list[str]:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+MEASURED = ("mnist", "cifar10", "clinc150", "imagenet")
+"""Suites in the order of the record."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of the data sets")
@@ -663,7 +667,7 @@ def main() -> int:
     parser.add_argument(
         "--suites",
         nargs="*",
-        default=["mnist", "cifar10", "clinc150", "imagenet"],
+        default=MEASURED,
         help="suites to measure; rows of others are kept",
     )
     parser.add_argument("--quick", action="store_true")
@@ -715,6 +719,8 @@ def main() -> int:
             estimate("imagenet", fold, from_suite(suite)[2])
         counts = {name: suite.sources[name].count for name in ("train", "validation", "test")}
         document["imagenet"] = {"folds": len(folds), "classes": counts["validation"], **counts}
+    for part in ("delays", "accuracy"):
+        document.get(part, []).sort(key=lambda row: MEASURED.index(row["suite"]))
     if "accuracy" in document:
         document["accuracy_summary"] = summary(document["accuracy"])
     document["environment"] = record.environment("scipy", "mapie")
