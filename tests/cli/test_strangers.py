@@ -176,6 +176,72 @@ def test_a_folder_of_transformers_cannot_name_a_kernel_to_download(tmp_path, ent
         load_pretrained(transformers.AutoModelForImageClassification, tmp_path)
 
 
+def small_vit():
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**size, image_size=8, patch_size=4))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"model_args": {"checkpoint_path": "evil.bin"}},
+        {"model_args": {"pretrained_cfg_overlay": {"file": "evil.bin"}}},
+        {"vision_config": {"model_args": {"img_size": 8, "checkpoint_path": "evil.bin"}}},
+        {"architecture": "hf-hub:user/evil"},
+        {"backbone_config": {"backbone": "local-dir:evil"}},
+        {"backbone": "evil", "use_pretrained_backbone": True},
+        {"backbone": "evil", "backbone_kwargs": {"trust_remote_code": True}},
+        {"configuration_files": ["config.4.0.0.json"]},
+    ],
+    ids=lambda entry: next(iter(entry)),
+)
+def test_a_folder_of_transformers_cannot_name_files_elsewhere(tmp_path, entry, monkeypatch):
+    network = small_vit()
+    network.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    harmless = {
+        "model_args": {"img_size": [8, 8], "class_token": False, "global_pool": "avg"},
+        "architecture": "vit.in1k",
+    }
+    path.write_text(json.dumps(config | harmless))
+    build_networks([str(tmp_path)])
+    path.write_text(json.dumps(config | entry))
+    monkeypatch.setattr(type(network), "from_pretrained", None)  # never called
+    with pytest.raises(StorageError, match=r"config\.json names .*load the network yourself"):
+        build_networks([str(tmp_path)])
+    with pytest.raises(StorageError, match=r"config\.json names .*load the network yourself"):
+        load_pretrained(type(network), tmp_path)
+
+
+def test_a_folder_of_transformers_cannot_name_a_backbone_by_an_adapter(tmp_path):
+    small_vit().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "user/evil"}))
+    with pytest.raises(StorageError, match=r"adapter_config\.json names a backbone"):
+        build_networks([str(tmp_path)])
+
+
+def test_a_folder_of_timm_unpickles_nothing(tmp_path):
+    try:
+        import timm
+        import transformers
+    except Exception as error:  # torchvision, which timm imports, fails in its own ways on another build of torch
+        pytest.skip(f"NO TIMM: install timm, torchvision and transformers to run this test ({error})")
+    config = transformers.TimmWrapperConfig(architecture="resnet10t", num_labels=3)
+    transformers.TimmWrapperForImageClassification(config).save_pretrained(tmp_path)
+    assert len(build_networks([str(tmp_path)]).networks) == 1, timm.__version__
+    torch.save({"fc.weight": Witnessed(tmp_path / "ran")}, tmp_path / "evil.bin")
+    path = tmp_path / "config.json"
+    arguments = {"model_args": {"checkpoint_path": str(tmp_path / "evil.bin")}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | arguments))
+    with pytest.raises(StorageError):
+        build_networks([str(tmp_path)])
+    with pytest.raises(StorageError):
+        load_pretrained(transformers.TimmWrapperForImageClassification, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("name", ["data.csv", "data.npz", "listed.csv", "folder"])
 def test_pipes_are_no_data(tmp_path, name):
     (tmp_path / "folder" / "cat").mkdir(parents=True)
@@ -254,9 +320,14 @@ def test_absurd_numbers_in_a_posterior_are_refused(download, name):
         open_posterior(reseal(folder, **{name: ABSURD[name]}), trust=True)
 
 
-class Hostile:
+class Witnessed:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return (open, ("it-ran", "w"))
+        return (open, (str(self.path), "w"))
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
@@ -264,9 +335,9 @@ def test_objects_in_weights_are_not_made(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "evil.pt"
     if form == "pickle":
-        path.write_bytes(pickle.dumps({"1.weight": Hostile()}))
+        path.write_bytes(pickle.dumps({"1.weight": Witnessed("it-ran")}))
     else:
-        torch.save({"1.weight": Hostile()}, path, _use_new_zipfile_serialization=form == "zip")
+        torch.save({"1.weight": Witnessed("it-ran")}, path, _use_new_zipfile_serialization=form == "zip")
     with pytest.raises(StorageError, match=r"evil\.pt"):
         load_weights(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), path)
     assert not (tmp_path / "it-ran").exists()
