@@ -50,6 +50,10 @@ def build():
     return nn.Sequential(nn.Flatten(), nn.Linear(INPUTS, 12), nn.ReLU(), nn.Linear(12, 3)).to(torch.float32)
 
 
+def half():
+    return build().to(torch.bfloat16)
+
+
 def wide():
     return nn.Sequential(nn.Flatten(), nn.Linear(108, 20), nn.ReLU(), nn.Linear(20, 3)).to(torch.float32)
 

@@ -36,6 +36,17 @@ def test_a_job_is_what_a_program_would_have_done(workspace, fitted):
     assert fitted.document["result"]["outputs"] == 3
 
 
+def test_networks_in_half_precision_are_fitted_checked_and_evaluated(workspace, fitted, tmp_path):
+    summary = run_fit(job_for(workspace, network=(f"{workspace.module}:half",)), tmp_path / "posterior")
+    metrics, expected = (
+        result["validation"]["metrics"] for result in (summary["result"], fitted.document["result"])
+    )
+    assert abs(metrics["nll"] - expected["nll"]) < 0.05
+    folder = open_posterior(tmp_path / "posterior", trust=True)
+    assert folder.example.dtype == torch.bfloat16
+    assert run_evaluate(folder, to_evaluate("test.npz")).test.count == 18
+
+
 @pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_fit_command:train"])
 def test_every_form_of_the_same_data_gives_the_same_posterior(workspace, fitted, form, tmp_path):
     val = form.replace("train", "val")

@@ -37,7 +37,7 @@ from molaplace.errors import DataError, OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, measured
 from molaplace.likelihoods import Likelihood
 from molaplace.links import as_link
-from molaplace.network import Head, as_batch, check_positions, find_heads
+from molaplace.network import Captured, Head, Layout, as_batch, check_positions, find_heads
 from molaplace.options import counted, listed
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
@@ -176,7 +176,9 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     chunks: list[dict[str, Tensor]] = []
     for chunk in held_out.chunks():
         assert chunk.labels is not None
-        prediction = posterior.predict_from_features(chunk.phi, chunk.outputs)
+        # The rows end with the constant 1 already, so they need no head. They were checked when they were captured.
+        rows = Captured([None] * len(chunk.phi), chunk.phi, chunk.outputs, Layout.of(chunk.outputs[0], -1))
+        prediction = posterior.make_prediction(rows)
         predictions.add(prediction, chunk.labels)
         chunks.append(decision_columns(prediction, chunk.labels, guarantees=guarantees))
     columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks])) for name in chunks[0]}
