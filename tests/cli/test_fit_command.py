@@ -38,9 +38,7 @@ def test_a_job_is_what_a_program_would_have_done(workspace, fitted):
 
 def test_networks_in_half_precision_are_fitted_checked_and_evaluated(workspace, fitted, tmp_path):
     summary = run_fit(job_for(workspace, network=(f"{workspace.module}:half",)), tmp_path / "posterior")
-    metrics, expected = (
-        result["validation"]["metrics"] for result in (summary["result"], fitted.document["result"])
-    )
+    metrics, expected = (result["validation"]["metrics"] for result in (summary["result"], fitted.document["result"]))
     assert abs(metrics["nll"] - expected["nll"]) < 0.05
     folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.example.dtype == torch.bfloat16

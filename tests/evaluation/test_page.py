@@ -136,6 +136,22 @@ def test_no_method_wins_on_outliers_that_no_score_detects(area, error, words):
     assert evaluation_tables(run)[1].best == ([("MoLA", 2)] if detected else [])
 
 
+def test_the_verdict_names_every_method_that_is_better():
+    run = one_run()
+    first = run.methods["MAP"]
+    methods = dict.fromkeys(("MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "own"), first) | {
+        "MoLA": run.methods["MoLA"]
+    }
+    gaps = {"MAP": 0.04, "MAP-T": -0.02, "DE": 0.02, "DE-T": 0.01, "DE-L": -0.03, "LLLA": 0.03, "own": -0.001}
+    differences = {method: {"nll": (gap, 0.003)} for method, gap in gaps.items()}
+    verdict = evaluation_findings(replace(run, methods=methods, differences=differences))["Log loss"]
+    lower, higher = verdict.split("; clearly higher than ")
+    assert [method for method in gaps if f"({method}," in lower] == ["DE", "DE-T"]
+    higher, unclear = higher.split("; not clearly higher than ")
+    assert [method for method in gaps if f"({method}," in higher] == ["MAP-T", "DE-L"]
+    assert unclear.startswith("own, by ")
+
+
 def test_the_page_of_one_run_escapes_every_name():
     run = one_run()
     assert "in less than a second," in evaluation_page(replace(run, made={**run.made, "seconds": 0.4}), [])

@@ -68,24 +68,30 @@ def _percent(result: LabelledResult, metric: str) -> str:
     return f"{Estimate.of(result.metrics[metric], result.errors.get(metric)).scaled(100).text(1)} %"
 
 
-RIVALS = {
+IN_WORDS = {
     "MAP": "one network",
     "MAP-T": "one scaled network",
     "MAP-N": "one scaled network",
     "DE": "the ensemble",
     "DE-T": "the scaled ensemble",
     "DE-N": "the scaled ensemble",
+    "DE-L": "the scaled mean of logits",
+    "LLLA": "one network with a posterior",
 }
-"""Methods without a posterior with which the verdict compares, in words."""
+"""Methods with which the verdict compares, in words."""
 
 
 def _loss_sentence(comparison: Comparison) -> str:
-    # Compare the posterior with the plain networks and, given validation data, with their rescaled versions ("-T" or "-N").
+    # Compare the posterior with the plain networks, with their rescaled versions ("-T", "-N" or "-L"), and with any better method.
     verdicts: dict[str, list[str]] = {}
-    for method, words in RIVALS.items():
-        if method in comparison.methods and method.split("-")[0] == comparison.baseline:
-            verdict, size = _against(Estimate.of(*comparison.differences[method]["nll"]))
-            verdicts.setdefault(verdict, []).append(f"{words} ({method}{size})")
+    gaps = {method: Estimate.of(*gaps["nll"]) for method, gaps in comparison.differences.items()}
+    for method in comparison.methods:
+        if method not in gaps:
+            continue
+        verdict, size = _against(gaps[method])
+        if method.split("-")[0] == comparison.baseline or verdict.endswith("higher than"):
+            named = f"{IN_WORDS[method]} ({method}{size})" if method in IN_WORDS else f"{method}{size}"
+            verdicts.setdefault(verdict, []).append(named)
     value = comparison.on_test[comparison.subject].metrics["nll"]
     compared = "; ".join(f"{verdict} {' and '.join(methods)}" for verdict, methods in verdicts.items())
     return f"{comparison.subject}: {value:.4g}, {compared}."
