@@ -82,16 +82,16 @@ IN_WORDS = {
 
 
 def _loss_sentence(comparison: Comparison) -> str:
-    # Compare the posterior with the plain networks, with their rescaled versions ("-T", "-N" or "-L"), and with any better method.
-    verdicts: dict[str, list[str]] = {}
+    # Compare the posterior with the plain networks, with their rescaled versions ("-T", "-N" or "-L"), and then with any other method
+    # that is better.
     gaps = {method: Estimate.of(*gaps["nll"]) for method, gaps in comparison.differences.items()}
-    for method in comparison.methods:
-        if method not in gaps:
-            continue
+    compared_methods = [method for method in gaps if method.split("-")[0] == comparison.baseline]
+    compared_methods += [method for method in gaps if method not in compared_methods and gaps[method].value < 0]
+    verdicts: dict[str, list[str]] = {}
+    for method in compared_methods:
         verdict, size = _against(gaps[method])
-        if method.split("-")[0] == comparison.baseline or verdict.endswith("higher than"):
-            named = f"{IN_WORDS[method]} ({method}{size})" if method in IN_WORDS else f"{method}{size}"
-            verdicts.setdefault(verdict, []).append(named)
+        named = f"{IN_WORDS[method]} ({method}{size})" if method in IN_WORDS else f"{method}{size}"
+        verdicts.setdefault(verdict, []).append(named)
     value = comparison.on_test[comparison.subject].metrics["nll"]
     compared = "; ".join(f"{verdict} {' and '.join(methods)}" for verdict, methods in verdicts.items())
     return f"{comparison.subject}: {value:.4g}, {compared}."
