@@ -82,12 +82,10 @@ def loader(mask):
 
 
 def logits_of_tokens(model, mask):
-    """The logits of the tokens at the last position of each text, selected from those of the whole vocabulary."""
+    """The logits of the tokens after each text alone, without padding, selected from those of the whole vocabulary."""
+    texts = [text[row.bool()][None] for text, row in zip(TEXTS, mask, strict=True)]
     with torch.no_grad():
-        logits = model(input_ids=TEXTS, attention_mask=mask).logits
-    last = [int(row.nonzero()[-1]) for row in mask]
-    last = torch.tensor(last) + logits.shape[1] - TEXTS.shape[1]
-    return logits[torch.arange(24), last][:, TOKENS]
+        return torch.cat([model(input_ids=text).logits[:, -1, TOKENS] for text in texts])
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:`is_gradient_checkpointing` is deprecated")
@@ -103,6 +101,63 @@ def test_the_logits_are_the_models_own(name):
         scale = float(expected.abs().max())
         assert_close(logits, expected, scale=1000 * scale if name == "bfloat16" else scale)  # three digits only
         assert posterior.components[0].head.outputs == 3
+
+
+MASKED = ("Llama", "Mistral", "Qwen2", "Phi", "GPTNeoX", "StableLm", "Falcon", "Bloom", "Mpt", "Mamba")
+LEARNED = ("GPT2LMHeadModel", "CTRLLMHeadModel", "OpenAIGPTLMHeadModel", "GPTBigCodeForCausalLM", "BioGptForCausalLM")
+FAMILIES = {
+    # Positions are relative, or counted in the mask.
+    **{f"{kind}ForCausalLM": {} for kind in MASKED},
+    "GemmaForCausalLM": {"head_dim": 4},
+    "MixtralForCausalLM": {"num_local_experts": 2},
+    "GPTJForCausalLM": {"rotary_dim": 2},
+    "OPTForCausalLM": {"word_embed_proj_dim": 8, "ffn_dim": 8},
+    # Positions are learned and counted in the batch, unless `position_ids` are passed.
+    **{name: {} for name in LEARNED},
+    **{name: {"is_decoder": True} for name in ("BertLMHeadModel", "ElectraForCausalLM", "RemBertForCausalLM")},
+    "GPTNeoForCausalLM": {"attention_types": [[["global"], 1]], "num_layers": 1},
+    "XGLMForCausalLM": {"d_model": 8, "attention_heads": 2, "num_layers": 1, "ffn_dim": 8},
+    # Positions are counted in the batch, and there are no `position_ids`.
+    **{
+        f"{kind}ForCausalLM": {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+        for kind in ("Bart", "Marian", "Pegasus", "TrOCR")
+    },
+    "RoFormerForCausalLM": {"is_decoder": True},
+    # The state is recurrent, and the mask is not read.
+    "RwkvForCausalLM": {"attention_hidden_size": 8, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_does_not_change_an_answer(name):
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    settings = {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    model = kind(kind.config_class(**{**settings, **FAMILIES[name]})).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.5)
+        network = TokenChoice(model, TOKENS)
+        lengths = [6, 5, 3, 1]
+        alone = torch.cat([network(TEXTS[[row], :length]) for row, length in enumerate(lengths)])
+        for left in (True, False):
+            texts = torch.zeros_like(TEXTS[:4])
+            mask = torch.zeros_like(texts)
+            for row, length in enumerate(lengths):
+                part = slice(6 - length, 6) if left else slice(length)
+                texts[row, part] = TEXTS[row, :length]
+                mask[row, part] = 1
+            assert_close(
+                network(texts, mask), alone, scale=10 * float(alone.abs().max()), name="left" if left else "right"
+            )
 
 
 class AnswerHead(nn.Module):
@@ -316,6 +371,7 @@ def changed(values, index, value):
         ({"attention_mask": changed(ALL, (7, 2), 0)}, "text 7 has gaps"),
         ({"attention_mask": ALL[:, :4]}, r"shape \(24, 6\)"),
         ({"input_ids": changed(TEXTS, (3, slice(4, 6)), 0)}, "padding token 0"),
+        ({"input_ids": changed(TEXTS, (3, slice(2)), 0)}, "padding token 0"),
         ({"logits_to_keep": 1}, "logits_to_keep"),
         ({"labels": torch.tensor(TOKENS)[LABELS]}, "ids of tokens"),
         ({"labels": changed(torch.full_like(TEXTS, -100), (slice(None), -1), 7)}, "one for each position"),

@@ -106,24 +106,30 @@ class TokenChoice(nn.Module):
         self.register_buffer("tokens", torch.tensor(tokens, device=self.head.weight.device))
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Return the logits of the tokens after the last position of each text. Without a mask, no position may be padding."""
-        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-        features = self._features({name: value for name, value in arguments.items() if value is not None})
+        """Return the logits of the tokens after each text; padding may be left or right. Without a mask, there is none."""
+        texts = inputs.get("inputs_embeds") if input_ids is None else input_ids
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        last = None
+        if attention_mask is None:
+            self._check_unpadded(input_ids)
+        else:
+            shape = attention_mask.shape if texts is None else texts.shape
+            last = last_positions(attention_mask, (shape[0], shape[1]))
+            first = (attention_mask != 0).long().argmax(1)
+            inputs = _without_left_padding(inputs, first)
+            last = last - first
+        features = self._features(inputs)
         count, positions = features.shape[:2]
-        length = positions if input_ids is None else input_ids.shape[1]
+        length = positions if texts is None else texts.shape[1]
         if positions < length:
             raise DataError(
                 f"the language model computes logits for {positions} of {length} positions. Remove arguments such as logits_to_keep from "
                 f"the batch."
             )
-        if attention_mask is None:
-            self._check_unpadded(input_ids)
-            last = torch.full((count,), length - 1, device=features.device)
-        else:
-            last = last_positions(attention_mask, (count, length)).to(features.device)
-        texts = torch.arange(count, device=features.device)
         # Prompt tuning puts its own positions before the text.
-        logits: Tensor = self.head(features[texts, last + (positions - length)])
+        answers = positions - 1 if last is None else last.to(features.device) + (positions - length)
+        logits: Tensor = self.head(features[torch.arange(count, device=features.device), answers])
         return logits
 
     def _features(self, inputs: dict[str, Any]) -> Tensor:
@@ -151,14 +157,14 @@ class TokenChoice(nn.Module):
         return features[-1]
 
     def _check_unpadded(self, input_ids: Tensor | None) -> None:
-        # Raise DataError if texts without a mask end with padding, where the model answers nothing.
+        # Raise DataError if texts without a mask begin or end with padding, which the model would read as part of the text.
         padding = getattr(causal_language_model(self.model).config, "pad_token_id", None)
         if input_ids is None or padding is None or torch.compiler.is_compiling():
             return
-        if bool((input_ids[:, -1] == padding).any()):
+        if bool((input_ids[:, [0, -1]] == padding).any()):
             raise DataError(
-                f"texts end with the padding token {padding}, but there is no attention mask, so that the logits would be read after the "
-                f'padding. Pass the mask of the tokenizer: {{"input_ids": ..., "attention_mask": ...}}.'
+                f"texts begin or end with the padding token {padding}, but there is no attention mask, so that the padding would be read "
+                f'as text. Pass the mask of the tokenizer: {{"input_ids": ..., "attention_mask": ...}}.'
             )
 
 
@@ -223,6 +229,20 @@ def _rows(layer: nn.Module, features: Tensor, vocabulary: int, tokens: Sequence[
         if has_bias:
             rows.bias = nn.Parameter(bias, requires_grad=False)
     return rows
+
+
+def _without_left_padding(inputs: Mapping[str, Any], first: Tensor) -> dict[str, Any]:
+    # Move each text, given its first position, to position 0. Models with learned positions or a recurrent state count from there, and
+    # many of them accept no `position_ids`.
+    shape = inputs["attention_mask"].shape
+    rows = torch.arange(shape[0], device=first.device)[:, None]
+    positions = (torch.arange(shape[1], device=first.device) + first[:, None]) % shape[1]
+
+    def moved(values: Any) -> Any:
+        by_position = isinstance(values, Tensor) and values.dim() in (2, 3) and values.shape[:2] == shape
+        return values[rows, positions] if by_position else values
+
+    return {name: moved(values) for name, values in inputs.items()}
 
 
 # --- texts and labels -------------------------------------------------------------------------------------------------
