@@ -1,9 +1,12 @@
 """Watching a deployed model: exact ranks and evidence, alarms at any time, expected accuracy, late labels, files and merged streams."""
 
+import copy
 import itertools
 import math
 import pickle
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -458,6 +461,50 @@ def test_wrong_labels_are_refused_and_change_nothing():
             normal_watch(**{name: 1.5})
 
 
+# --- threads ------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_count_every_input_once_and_in_some_order():
+    threads, each = 8, 400
+    draw = np.random.default_rng(0)
+    scores = draw.permutation(np.linspace(-2, 3, threads * each)).reshape(threads, each)
+    watch = normal_watch()
+    inputs = [[(predicted([score]), [int(score > 2)]) for score in column] for column in scores]
+    readings = []
+
+    def serve(column):
+        for prediction, labels in column:
+            watch.update(prediction, labels=labels)
+            readings.append(watch.alarm)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(serve, inputs))
+    finally:
+        sys.setswitchinterval(interval)
+    assert watch.count == watch.labelled.count == threads * each
+    order = watch.streams[0].window["score"]
+    assert np.array_equal(np.sort(order), np.sort(scores.ravel()))
+    for column in scores:  # each thread's inputs keep their order
+        assert np.array_equal(order[np.isin(order, column)], column)
+    serial = normal_watch().update(predicted(order), labels=(order > 2).astype(int))
+    assert np.array_equal(watch.streams[0].window["p_value"], serial.streams[0].window["p_value"])
+    assert watch.alarm.evidence == pytest.approx(serial.alarm.evidence, abs=1e-9)
+    assert watch.alarm.began == serial.alarm.began
+    assert watch.labelled.evidence == pytest.approx(serial.labelled.evidence, abs=1e-9)
+    for alarm in readings:  # of one moment
+        assert alarm.raised == (alarm.evidence >= alarm.threshold)
+        assert alarm.began is None or alarm.began < alarm.count
+
+
+def test_a_watch_is_copied_by_value():
+    watch = normal_watch().update(predicted(np.zeros(3)))
+    other = copy.deepcopy(watch).update(predicted(np.zeros(4)))
+    assert (watch.count, other.count) == (3, 7)
+
+
 # --- several processes, and files ---------------------------------------------------------------------------------------
 
 
@@ -527,8 +574,8 @@ def test_a_loaded_watch_continues_as_if_nothing_had_happened(tmp_path):
     watch = normal_watch().update(prediction[:300])
     loaded = mola.Watch.load(watch.save(tmp_path / "watch"))
     assert reading(loaded) == reading(watch)
-    for copy in (watch, loaded):
-        copy.update(labels=torch.zeros(300)).update(prediction[300:])
+    for each in (watch, loaded):
+        each.update(labels=torch.zeros(300)).update(prediction[300:])
     assert reading(loaded) == reading(watch)
     first = watch.merge(*watches())
     assert reading(mola.Watch.load(first.save(tmp_path / "merged"))) == reading(first)

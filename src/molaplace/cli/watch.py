@@ -175,7 +175,7 @@ def run_watch(
         for rows in np.split(np.argsort(digests), range(BATCH, len(digests), BATCH)):
             if len(rows):
                 batch_columns = {name: values[rows] for name, values in columns.items()}
-                log.watch.streams = (log.watch.streams[0].add_columns(batch_columns, log.watch.options),)
+                log.watch.streams = (log.watch.streams[0].add(batch_columns, None, baseline, log.watch.options),)
                 added = [
                     InputScore(names[digest], score, digest)
                     for digest, score in zip(digests[rows].tolist(), batch_columns["score"].tolist(), strict=True)

@@ -85,16 +85,10 @@ class Stream:
         """Position of the first input in the window."""
         return self.count - len(self.window.get("score", ()))
 
-    def add(self, prediction: Any, labels: Any, baseline: Baseline, options: WatchOptions) -> Stream:
-        """Return the stream after further inputs, with their labels if known."""
-        outcomes = None if labels is None else baseline.outcomes(predicted_values(prediction), labels)
-        stream = self.add_columns(columns_of(prediction, baseline), options)
-        if outcomes is None:
-            return stream
-        return stream.with_outcomes(self.count + np.arange(len(outcomes)), outcomes, baseline, options)
-
-    def add_columns(self, columns: Mapping[str, Array], options: WatchOptions) -> Stream:
-        """Return the stream after further inputs, given what `columns_of` returns for them."""
+    def add(
+        self, columns: Mapping[str, Array], outcomes: Array | None, baseline: Baseline, options: WatchOptions
+    ) -> Stream:
+        """Return the stream after further inputs, given what `columns_of` returns for them, and their correctness (n,) if known."""
         scores = columns["score"]
         draws = uniform_draws(options.seed, self.count, len(scores))
         counts, p_values = self.scores.add(scores, draws)
@@ -103,7 +97,10 @@ class Stream:
             name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
             for name, values in columns.items()
         }
-        return replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
+        stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
+        if outcomes is None:
+            return stream
+        return stream.with_outcomes(self.count + np.arange(len(outcomes)), outcomes, baseline, options)
 
     def with_outcomes(self, positions: Array, outcomes: Array, baseline: Baseline, options: WatchOptions) -> Stream:
         """Return the stream with the correctness (n,) of the inputs at some positions; NaN where the label is missing."""

@@ -7,6 +7,7 @@ grow with the stream: it keeps the number of scores in each bin, the capital of 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,11 +21,11 @@ from molaplace.errors import OptionError, StorageError
 from molaplace.fingerprints import check_fingerprint
 from molaplace.monitoring.accuracy import ConfidenceThreshold, ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm
-from molaplace.monitoring.baseline import Baseline, as_rows
+from molaplace.monitoring.baseline import Baseline, as_rows, predicted_values
 from molaplace.monitoring.evidence import Evidence
 from molaplace.monitoring.labelled import LabelledAccuracy, confidence_sequence
 from molaplace.monitoring.ranks import ScoreCounts
-from molaplace.monitoring.stream import Stream, WatchOptions
+from molaplace.monitoring.stream import Stream, WatchOptions, columns_of
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
@@ -35,12 +36,22 @@ KIND = "watch"
 
 
 class Watch:
-    """A stream of inputs, or several merged streams, compared with validation data. Created by `mola.watch`, `load` or `merge`."""
+    """A stream of inputs, or several merged streams, compared with validation data. Created by `mola.watch`, `load` or `merge`.
+
+    Threads may share a watch: each update is counted once, in some order, and every reading is of one moment.
+    """
 
     def __init__(self, baseline: Baseline, options: WatchOptions, streams: tuple[Stream, ...]) -> None:
         self.baseline = baseline
         self.options = options
         self.streams = streams
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @classmethod
     def of(cls, baseline: Baseline, options: WatchOptions, name: str = "") -> Watch:
@@ -69,9 +80,9 @@ class Watch:
             raise OptionError(
                 "a merged watch cannot be updated. Update the watch of each process, and merge them again."
             )
-        stream = self.streams[0]
         if prediction is None:
-            self.streams = (self._with_labels(stream, labels, positions),)
+            with self._lock:
+                self.streams = (self._with_labels(self.streams[0], labels, positions),)
             return self
         kind = RegressionPrediction if self.baseline.regression else Prediction
         if not isinstance(prediction, kind):
@@ -85,7 +96,11 @@ class Watch:
                 "are for labels without a prediction. New inputs have the next positions.", argument="positions"
             )
         if len(prediction):
-            self.streams = (stream.add(prediction, labels, self.baseline, self.options),)
+            # Everything that does not depend on earlier inputs is computed before other threads have to wait.
+            columns = columns_of(prediction, self.baseline)
+            outcomes = None if labels is None else self.baseline.outcomes(predicted_values(prediction), labels)
+            with self._lock:
+                self.streams = (self.streams[0].add(columns, outcomes, self.baseline, self.options),)
         return self
 
     def _with_labels(self, stream: Stream, labels: Any, positions: Any) -> Stream:
@@ -124,16 +139,17 @@ class Watch:
     @property
     def alarm(self) -> Alarm:
         """Whether the stream has left the validation data. It may be read after every batch."""
-        stream = max(self.streams, key=lambda stream: stream.evidence.log_peak)
+        streams = self.streams
+        stream = max(streams, key=lambda stream: stream.evidence.log_peak)
         evidence = stream.evidence
-        threshold = math.log(len(self.streams) / self.options.alpha)
+        threshold = math.log(len(streams) / self.options.alpha)
         raised = evidence.log_peak >= threshold
         return Alarm(
             raised=raised,
             evidence=evidence.log_peak,
             threshold=threshold,
             now=evidence.log_value,
-            count=self.count,
+            count=sum(stream.count for stream in streams),
             began=evidence.began if raised else None,
             contributions=stream.contributions() if raised else (),
             stream=stream.name,
@@ -157,11 +173,12 @@ class Watch:
     @property
     def labelled(self) -> LabelledAccuracy:
         """Accuracy on the inputs whose labels are known or, for regression, coverage of the 90 % prediction intervals."""
-        count = sum(stream.labelled for stream in self.streams)
-        total = sum(stream.correct for stream in self.streams)
+        streams = self.streams
+        count = sum(stream.labelled for stream in streams)
+        total = sum(stream.correct for stream in streams)
         low, high = confidence_sequence(total, count, self.options.alpha)
-        fall = max((stream.fall for stream in self.streams), key=lambda evidence: evidence.log_peak)
-        threshold = math.log(len(self.streams) / self.options.alpha)
+        fall = max((stream.fall for stream in streams), key=lambda evidence: evidence.log_peak)
+        threshold = math.log(len(streams) / self.options.alpha)
         accuracy = self.baseline.accuracy
         return LabelledAccuracy(
             value=total / count if count else None,
