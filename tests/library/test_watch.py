@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import scipy.special
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from molaplace.monitoring import alarm as alarms
 from molaplace.monitoring.accuracy import FEWEST, ConfidenceThreshold
 from molaplace.monitoring.baseline import Baseline
 from molaplace.monitoring.evidence import GRIDS, Evidence, start_weights, unspent
-from molaplace.monitoring.labelled import SHARES, confidence_sequence, log_fall_factors
+from molaplace.monitoring.labelled import SHARES, confidence_sequence, log_fall_factors, lower_bound
 from molaplace.monitoring.ranks import ScoreCounts, bins_of, uniform_draws
 from molaplace.monitoring.stream import Stream, WatchOptions
 from molaplace.monitoring.watching import Watch
@@ -433,6 +434,30 @@ def test_the_alarm_for_accuracy_is_raised_by_a_fall_and_by_nothing_else():
     assert not watch.alarm
 
 
+@given(st.floats(0, 1), st.integers(1, 3000), st.floats(1e-4, 0.5))
+def test_the_lower_bound_solves_the_chernoff_bound(mean, count, error):
+    bound = lower_bound(mean, count, error)
+    assert 0 <= bound <= mean
+    if mean == 1:
+        assert bound == pytest.approx(error ** (1 / count))  # the exact bound if every prediction is right
+    if count == 1 or 0 < bound < mean - 1e-6:
+        divergence = scipy.special.rel_entr(mean, bound) + scipy.special.rel_entr(1 - mean, 1 - bound)
+        assert mean == 0 or count * divergence == pytest.approx(-math.log(error), rel=1e-4)
+
+
+@pytest.mark.parametrize("count", [5, 10, 20, 50])
+def test_few_validation_data_raise_no_alarm_about_an_unchanged_accuracy(count):
+    """The accuracy on few validation data is an estimate; its error is no fall."""
+    alpha, raised, streams = 0.05, 0, 200
+    for seed in range(streams):
+        draw = np.random.default_rng(seed)
+        correct = draw.random(count + 1000) < 0.9
+        watch = new_watch(draw.normal(size=count), correct=correct[:count], alpha=alpha)
+        watch.update(predicted(np.zeros(1000)), labels=(~correct[count:]).astype(int))
+        raised += watch.labelled.raised
+    assert raised <= alpha * streams
+
+
 def test_wrong_labels_are_refused_and_change_nothing():
     watch = normal_watch(window=100, recent=50).update(predicted(np.zeros(150)))
     before = watch.streams
@@ -739,9 +764,8 @@ def test_dense_outputs_may_have_another_size_in_each_batch():
     loader = [(text, text[..., :3].argmax(-1)) for text in texts]
     correct = [ensemble.predict(inputs).label == labels for inputs, labels in loader]
     watch = mola.watch(ensemble, loader)
-    assert watch.baseline.accuracy == pytest.approx(
-        float(torch.cat([part.flatten() for part in correct]).double().mean())
-    )
+    shares = torch.cat([part.flatten(1).double().mean(1) for part in correct])
+    assert watch.baseline.accuracy == pytest.approx(float(shares.mean()))
     for inputs, _ in loader:
         watch.update(ensemble.predict(inputs))
     assert watch.accuracy.value == pytest.approx(watch.baseline.accuracy, abs=0.02)

@@ -12,6 +12,7 @@ import torch
 
 from molaplace.errors import DataError, located
 from molaplace.monitoring.accuracy import STRANGE, ConfidenceThreshold
+from molaplace.monitoring.labelled import VALIDATION_SHARE, lower_bound
 from molaplace.monitoring.ranks import Array, ScoreCounts
 from molaplace.network import IGNORE_INDEX, batches, labels_of_logits
 from molaplace.options import counted
@@ -86,6 +87,13 @@ def correctness(predicted: Array, labels: Any, choices: int | None, ignore_index
     return np.where(missing, np.nan, predicted == truth)
 
 
+def shares_correct(correct: Array) -> Array:
+    """Return the share (n,) of each input's predicted values (n, q) that are right, among those with a label; NaN without any label."""
+    known = ~np.isnan(correct)
+    sums = np.where(known, correct, 0).sum(1)
+    return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
+
+
 def is_dense(prediction: Any) -> bool:
     """Return True if there are several positions for each input."""
     outputs = prediction.mean if isinstance(prediction, RegressionPrediction) else prediction.probs
@@ -114,6 +122,8 @@ class Baseline:
     regression: bool = False
     accuracy: float | None = None
     """Accuracy or, for regression, coverage of intervals; None without labels."""
+    labelled: int = 0
+    """Number of inputs with labels."""
     confidence: ConfidenceThreshold | None = None
     """Threshold on the confidence; None for regression and without labels."""
     choices: int | None = None
@@ -133,17 +143,22 @@ class Baseline:
         baseline = cls(counts, quantiles, float(np.quantile(scores, STRANGE)), regression=confidence is None)
         if correct is None or np.isnan(correct).all():
             return baseline
+        shares = shares_correct(correct)
+        labelled = int((~np.isnan(shares)).sum())
+        baseline = replace(baseline, accuracy=float(np.nanmean(shares)), labelled=labelled)
         if confidence is None:
-            return replace(baseline, accuracy=float(np.nanmean(correct)))
-        threshold = ConfidenceThreshold.fit(confidence, correct, pooled=pooled)
-        return replace(baseline, accuracy=threshold.accuracy, confidence=threshold)
+            return baseline
+        return replace(baseline, confidence=ConfidenceThreshold.fit(confidence, correct, pooled=pooled))
+
+    def least_accuracy(self, alpha: float, tolerance: float) -> float | None:
+        """Return the accuracy below which the alarm for late labels is raised: a lower confidence bound minus the tolerance."""
+        if self.accuracy is None:
+            return None
+        return lower_bound(self.accuracy, self.labelled, VALIDATION_SHARE * alpha) - tolerance
 
     def outcomes(self, predicted: Array, labels: Any) -> Array:
         """Return the share (n,) of each input's predicted values that are right, among those with a label; NaN without any label."""
-        correct = correctness(predicted, labels, self.choices, self.ignore_index)
-        known = ~np.isnan(correct)
-        sums = np.where(known, correct, 0).sum(1)
-        return np.where(known.any(1), sums / np.maximum(known.sum(1), 1), np.nan)
+        return shares_correct(correctness(predicted, labels, self.choices, self.ignore_index))
 
     @classmethod
     def read(cls, posterior: Predictor, loader: Iterable[Any]) -> Baseline:

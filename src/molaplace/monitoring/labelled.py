@@ -14,9 +14,20 @@ covers a constant accuracy at all times together with probability :math:`1 - \al
 mean over the labelled inputs: for independent x with means :math:`m_i`, :math:`E \prod (1 + \lambda (x_i - m)) = \prod (1 + \lambda
 (m_i - m)) \le 1` at the mean m of the :math:`m_i`, so that it is valid at each time, though not at all times together.
 
-*The alarm.* If the accuracy never falls below :math:`m_0`, the accuracy on the validation data minus the tolerance, the bets :math:`1 +
-\lambda (m_0 - x)`, :math:`0 \le \lambda \le 1 / (1 - m_0)`, are fair or worse, whatever else changes. Their capital, mixed over bets
-and times of change (`mola.monitoring.evidence`), exceeds :math:`1 / \alpha` with a probability of at most :math:`\alpha`.
+*The alarm.* Let a be the expected accuracy on inputs like the validation data, and t the tolerance. If the accuracy never falls below
+:math:`m_0 \le a - t`, the bets :math:`1 + \lambda (m_0 - x)`, :math:`0 \le \lambda \le 1 / (1 - m_0)`, are fair or worse, whatever else
+changes. Their capital, mixed over bets and times of change (`mola.monitoring.evidence`), exceeds :math:`2 / \alpha` with a probability of
+at most :math:`\alpha / 2`.
+
+Nobody knows a. The accuracy :math:`\hat a` on m validation data is an estimate, whose error would be found sooner or later by a long
+stream, without any fall. So :math:`m_0 = a_- - t` with a lower confidence bound :math:`a_-` for a, which takes the other half of
+:math:`\alpha`: for independent values in [0, 1],
+
+.. math:: a_- = \inf \{a \le \hat a : m\, \mathrm{KL}(\hat a \,\|\, a) \le \log(2 / \alpha)\}, \qquad P(a_- > a) \le \alpha / 2,
+
+where KL is that of two Bernoulli distributions (Chernoff; Hoeffding, 1963). By the union bound, the alarm is false with a probability of
+at most :math:`\alpha`, for any number of validation data. The price is a delay: with few validation data, only a large fall can be told
+from an error of the estimate.
 """
 
 from __future__ import annotations
@@ -30,6 +41,10 @@ from molaplace.monitoring.ranks import Array
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Stakes lambda of the bets on a fall, relative to their largest value 1 / (1 - m0)."""
+
+
+VALIDATION_SHARE = 0.5
+"""Share of alpha for the error of the accuracy on the validation data; the rest is for the bets."""
 
 
 def log_fall_factors(correct: Array, least: float) -> Array:
@@ -60,6 +75,22 @@ def confidence_sequence(total: float, count: int, error: float) -> tuple[float, 
     return ends[0], ends[1]
 
 
+def lower_bound(mean: float, count: int, error: float) -> float:
+    """Return the bound that the expectation of `count` values in [0, 1] with this mean undercuts with a probability of at most `error`."""
+
+    def excluded(expectation: float) -> bool:
+        log_ratio = _times_log(mean, expectation) + _times_log(1 - mean, 1 - expectation)
+        return count * (_times_log(mean, mean) + _times_log(1 - mean, 1 - mean) - log_ratio) > -math.log(error)
+
+    outside, inside = 0.0, mean
+    if not excluded(0.0):
+        return 0.0
+    for _ in range(60):
+        halfway = (outside + inside) / 2
+        outside, inside = (halfway, inside) if excluded(halfway) else (outside, halfway)
+    return outside
+
+
 def _times_log(factor: float, value: float) -> float:
     if factor == 0:
         return 0.0
@@ -79,7 +110,7 @@ class LabelledAccuracy:
     count: int
     """Number of inputs with labels."""
     least: float | None
-    """Accuracy on the validation data minus the tolerance, or None if the validation data had no labels."""
+    """Lower confidence bound for the accuracy on data like the validation data, minus the tolerance; None without labels of these."""
     evidence: float
     """Largest capital so far of bets that accuracy has fallen below `least`, as a natural logarithm."""
     threshold: float
@@ -89,5 +120,5 @@ class LabelledAccuracy:
 
     @property
     def raised(self) -> bool:
-        """Whether accuracy has fallen below `least`. If it never has, the probability of an alarm is at most alpha."""
+        """Whether accuracy has fallen below `least`. If it never fell by more than the tolerance, P(alarm) is at most alpha."""
         return self.least is not None and self.evidence >= self.threshold

@@ -111,8 +111,9 @@ class Stream:
         inside = known & (positions >= self.first)
         correct[positions[inside] - self.first] = outcomes[inside]
         fall = self.fall
-        if baseline.accuracy is not None:
-            fall = fall.add(log_fall_factors(outcomes[known], baseline.accuracy - options.tolerance))
+        least = baseline.least_accuracy(options.alpha, options.tolerance)
+        if least is not None:
+            fall = fall.add(log_fall_factors(outcomes[known], least))
         return replace(
             self,
             window={**self.window, "correct": correct},

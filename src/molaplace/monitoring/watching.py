@@ -23,7 +23,7 @@ from molaplace.monitoring.accuracy import ConfidenceThreshold, ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm
 from molaplace.monitoring.baseline import Baseline, as_rows, predicted_values
 from molaplace.monitoring.evidence import Evidence
-from molaplace.monitoring.labelled import LabelledAccuracy, confidence_sequence
+from molaplace.monitoring.labelled import VALIDATION_SHARE, LabelledAccuracy, confidence_sequence
 from molaplace.monitoring.ranks import ScoreCounts
 from molaplace.monitoring.stream import Stream, WatchOptions, columns_of
 from molaplace.options import counted
@@ -178,14 +178,13 @@ class Watch:
         total = sum(stream.correct for stream in streams)
         low, high = confidence_sequence(total, count, self.options.alpha)
         fall = max((stream.fall for stream in streams), key=lambda evidence: evidence.log_peak)
-        threshold = math.log(len(streams) / self.options.alpha)
-        accuracy = self.baseline.accuracy
+        threshold = math.log(len(streams) / ((1 - VALIDATION_SHARE) * self.options.alpha))
         return LabelledAccuracy(
             value=total / count if count else None,
             low=low,
             high=high,
             count=count,
-            least=None if accuracy is None else accuracy - self.options.tolerance,
+            least=self.baseline.least_accuracy(self.options.alpha, self.options.tolerance),
             evidence=fall.log_peak,
             threshold=threshold,
             began=fall.began if fall.log_peak >= threshold else None,
@@ -296,6 +295,7 @@ SCHEMA = {
         "strange": float,
         "regression": bool,
         "accuracy": Optional(float),
+        "labelled": int,
         "choices": Optional(int),
         "ignore_index": float,
         "fingerprint": Optional(str),
