@@ -407,6 +407,39 @@ def test_labels_may_come_late_in_any_order_or_at_once():
         assert getattr(shuffled.labelled, name) == pytest.approx(getattr(at_once, name))
 
 
+def test_late_labels_find_their_inputs_by_id_after_a_loss(tmp_path):
+    """A restart from yesterday's file loses 30 inputs: by position, each later label would meet another prediction."""
+    draw = np.random.default_rng(0)
+    truth = torch.from_numpy(draw.integers(0, 2, 200))
+    names = [f"request {index}" for index in range(200)]
+    prediction = predicted(draw.normal(size=200), labels=truth)
+    watch = normal_watch().update(prediction[:20])  # inputs without ids may come before those with ids
+    watch.update(prediction[20:100], ids=names[20:100])
+    folder = watch.save(tmp_path / "watch")
+    watch.update(prediction[100:130], ids=names[100:130])
+    watch = mola.Watch.load(folder).update(prediction[130:], ids=names[130:])
+    with pytest.raises(OptionError, match="30 of 180 are unknown"):
+        watch.update(labels=truth[20:], ids=names[20:])
+    order = draw.permutation(np.r_[20:100, 130:200])
+    watch.update(labels=truth[order], ids=[names[index] for index in order])
+    assert (watch.labelled.value, watch.labelled.count) == (1, 150)
+    with pytest.raises(OptionError, match="earlier input"):
+        watch.update(prediction[:1], ids=names[150:151])
+    by_number = normal_watch().update(prediction, ids=torch.arange(200) + 10**15)
+    assert by_number.update(labels=truth[:3], ids=np.arange(3) + 10**15).labelled.value == 1
+
+
+def test_the_recent_labelled_accuracy_follows_a_fall():
+    draw = np.random.default_rng(0)
+    correct = np.concatenate([np.ones(4000), draw.random(500) < 0.8])
+    watch = normal_watch(recent=300).update(predicted(draw.normal(size=4500)), labels=(1 - correct).astype(int))
+    recent = watch.labelled.recent
+    assert watch.labelled.value == pytest.approx(correct.mean())
+    assert (recent.value, recent.count) == (pytest.approx(correct[-300:].mean()), 300)
+    assert recent.low < 0.8 < recent.high < watch.labelled.low
+    assert normal_watch().labelled.recent.value is None
+
+
 def test_no_labels_yet_change_nothing():
     watch = normal_watch()
     watch.update(predicted(np.zeros(3)))
@@ -465,6 +498,13 @@ def test_wrong_labels_are_refused_and_change_nothing():
         ({"labels": [0, 1]}, OptionError, "positions"),
         ({"labels": [0], "positions": [3]}, OptionError, "from 50 to 149"),
         ({"labels": [0, 0], "positions": [60, 60]}, OptionError, "twice"),
+        ({"labels": [0], "positions": [61.9]}, OptionError, "whole numbers, got 61.9"),
+        ({"labels": [0], "positions": [math.nan]}, OptionError, "whole numbers"),
+        ({"labels": [0], "positions": [60], "ids": [60]}, OptionError, "combined with ids"),
+        ({"labels": [0], "ids": [60]}, OptionError, "1 of 1 are unknown"),
+        ({"labels": [0], "ids": [1.5]}, OptionError, "strings or non-negative whole numbers"),
+        ({"prediction": predicted(np.zeros(2)), "ids": ["a"]}, OptionError, "one for each of 2 inputs"),
+        ({"prediction": predicted(np.zeros(2)), "ids": ["a", "a"]}, OptionError, "twice"),
         ({"labels": [[0, 1]], "positions": [60]}, DataError, "one row for each of 1 input"),
         ({"labels": ["cat"], "positions": [60]}, DataError, "must be numbers"),
         ({}, OptionError, "pass predictions"),
@@ -567,11 +607,35 @@ def test_merging_is_associative_and_commutative():
         first.merge(normal_watch(alpha=0.2))
 
 
-def test_a_stream_is_merged_once():
+def test_a_stream_is_merged_once(tmp_path):
     first, second, _ = watches()
-    for merge in (lambda: first.merge(first), lambda: first.merge(second).merge(second)):
+    earlier = mola.Watch.load(first.save(tmp_path / "watch"))
+    first.update(predicted(np.zeros(5)))
+    new = normal_watch()
+    for one, other in ((first, first), (first, earlier), (first.merge(second), second), (new, new)):
         with pytest.raises(OptionError, match="merged only once"):
-            merge()
+            one.merge(other)
+    folder = new.save(tmp_path / "new")
+    servers = [mola.Watch.load(folder).update(predicted(np.zeros(5))) for _ in range(3)]
+    assert servers[0].merge(*servers[1:]).count == 15, "servers may begin with one saved watch"
+
+
+def test_a_merged_watch_names_the_stream_of_its_alarm():
+    draw = np.random.default_rng(0)
+    parts = []
+    for index in range(4):
+        watch = normal_watch(recent=100)
+        watch.streams = (Stream(f"server {index}", watch.baseline.scores),)
+        scores = draw.normal(size=900) + (4 if index == 2 else 0) * (np.arange(900) >= 800)
+        confidence = np.where(np.arange(900) < 875, 0.99, 0.5)
+        parts.append(watch.update(predicted(scores, confidence)))
+    merged = parts[0].merge(*parts[1:])
+    assert merged.alarm.stream == "server 2"
+    assert merged.alarm.count == 900
+    assert abs(merged.alarm.began - 800) < 20
+    assert "of the 900 in stream 'server 2'" in repr(merged)
+    assert merged.accuracy.count == 100
+    assert merged.accuracy.value == pytest.approx(parts[0].baseline.confidence.shares(np.array([[0.5]]))[0])
 
 
 def test_a_bare_network_is_no_predictor():

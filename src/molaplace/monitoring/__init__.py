@@ -2,6 +2,6 @@
 
 from molaplace.monitoring.accuracy import ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm, Contribution
-from molaplace.monitoring.labelled import LabelledAccuracy
+from molaplace.monitoring.labelled import LabelledAccuracy, RecentAccuracy
 
-__all__ = ["Alarm", "Contribution", "ExpectedAccuracy", "LabelledAccuracy"]
+__all__ = ["Alarm", "Contribution", "ExpectedAccuracy", "LabelledAccuracy", "RecentAccuracy"]

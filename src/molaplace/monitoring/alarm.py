@@ -79,9 +79,9 @@ class Alarm:
     now: float
     """Logarithm of the present capital."""
     count: int
-    """Number of inputs."""
+    """Number of inputs of the stream with the largest evidence."""
     began: int | None
-    """Position at which the change began, if the alarm is raised."""
+    """Position in this stream at which the change began, if the alarm is raised."""
     contributions: tuple[Contribution, ...] = field(repr=False)
     """The inputs since then that contributed most, strongest first; empty if the alarm is not raised."""
     stream: str = ""

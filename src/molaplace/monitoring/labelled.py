@@ -98,11 +98,32 @@ def _times_log(factor: float, value: float) -> float:
 
 
 @dataclass(frozen=True)
+class RecentAccuracy:
+    """Accuracy on the most recent inputs whose labels are known or, for regression, coverage of the prediction intervals."""
+
+    value: float | None
+    """Mean over these inputs, or None if there are none."""
+    low: float
+    """Lower end of an interval that holds with probability 1 - alpha at any one time, but not at all times together."""
+    high: float
+    """Upper end of this interval."""
+    count: int
+    """Number of these inputs."""
+
+    @classmethod
+    def of(cls, correct: Array, error: float) -> RecentAccuracy:
+        """Return the accuracy, given the correctness (n,) of the inputs and the interval's probability of error."""
+        total = float(correct.sum())
+        low, high = confidence_sequence(total, len(correct), error)
+        return cls(total / len(correct) if len(correct) else None, low, high, len(correct))
+
+
+@dataclass(frozen=True)
 class LabelledAccuracy:
     """Accuracy on the inputs whose labels are known or, for regression, coverage of the prediction intervals."""
 
     value: float | None
-    """Mean over these inputs, or None if there are none."""
+    """Mean over all these inputs since the watch began, or None if there are none. After a change, `recent` is nearer to the present."""
     low: float
     """Lower end of an interval that holds at all times together with probability 1 - alpha."""
     high: float
@@ -117,6 +138,8 @@ class LabelledAccuracy:
     """Logarithm of the capital at which the alarm is raised."""
     began: int | None
     """Number of labels that had arrived when accuracy began to fall, if the alarm is raised."""
+    recent: RecentAccuracy
+    """Accuracy on the last of these inputs, as many as `recent` of the watch, if they are in the window."""
 
     @property
     def raised(self) -> bool:

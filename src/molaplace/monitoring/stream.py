@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +19,9 @@ from molaplace.monitoring.ranks import Array, ScoreCounts, uniform_draws
 from molaplace.options import check_share, whole_number
 
 MOST_CONTRIBUTIONS = 10
+
+NO_ID = -1
+"""Stands for the id of an input without one."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,19 @@ def columns_of(prediction: Any, baseline: Baseline) -> dict[str, Array]:
     return columns
 
 
+def digests_of(ids: Any) -> Array:
+    """Return one whole number (n,) for each id: the id itself, or a digest of 63 bits of a string."""
+    digests = []
+    for value in ids.tolist() if hasattr(ids, "tolist") else ids:
+        if isinstance(value, str):
+            digests.append(int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest()) >> 1)
+        elif isinstance(value, int) and 0 <= value < 2**63:
+            digests.append(value)
+        else:
+            raise OptionError(f"must be strings or non-negative whole numbers, got {value!r}.", argument="ids")
+    return np.array(digests, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Stream:
     """What is known about one stream of inputs."""
@@ -72,8 +90,10 @@ class Stream:
     labelled: int = 0
     """Number of inputs with labels."""
     window: Mapping[str, Array] = field(default_factory=dict)
-    """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label), and
-    "predicted"."""
+    """Columns of the most recent inputs: "score", "p_value", "share" of confident predictions, "correct" (NaN without a label),
+    "predicted" and, if inputs have ids, "id"."""
+    source: str = ""
+    """Random name, chosen with the first inputs, by which copies of a stream are recognised; empty if there are no inputs."""
 
     @property
     def count(self) -> int:
@@ -90,14 +110,23 @@ class Stream:
     ) -> Stream:
         """Return the stream after further inputs, given what `columns_of` returns for them, and their correctness (n,) if known."""
         scores = columns["score"]
+        known_ids = self.window.get("id", np.full(self.count - self.first, NO_ID))
+        if "id" in columns or "id" in self.window:
+            ids = columns.get("id", np.full(len(scores), NO_ID))
+            given = ids[ids != NO_ID]
+            if len(np.unique(given)) < len(given) or np.isin(given, known_ids).any():
+                raise OptionError("contain an id twice, or the id of an earlier input in the window.", argument="ids")
+            columns = {**columns, "id": ids}
         draws = uniform_draws(options.seed, self.count, len(scores))
         counts, p_values = self.scores.add(scores, draws)
         columns = {**columns, "p_value": p_values, "correct": np.full(len(scores), np.nan)}
+        earlier = {"id": known_ids, **self.window}
         window = {
-            name: np.concatenate([self.window.get(name, values[:0]), values])[-options.window :]
+            name: np.concatenate([earlier.get(name, values[:0]), values])[-options.window :]
             for name, values in columns.items()
         }
-        stream = replace(self, scores=counts, evidence=self.evidence.add(log_factors(p_values)), window=window)
+        evidence = self.evidence.add(log_factors(p_values))
+        stream = replace(self, scores=counts, evidence=evidence, window=window, source=self.source or uuid.uuid4().hex)
         if outcomes is None:
             return stream
         return stream.with_outcomes(self.count + np.arange(len(outcomes)), outcomes, baseline, options)

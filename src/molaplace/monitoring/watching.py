@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from molaplace.monitoring.accuracy import ConfidenceThreshold, ExpectedAccuracy
 from molaplace.monitoring.alarm import Alarm
 from molaplace.monitoring.baseline import Baseline, as_rows, predicted_values
 from molaplace.monitoring.evidence import Evidence
-from molaplace.monitoring.labelled import VALIDATION_SHARE, LabelledAccuracy, confidence_sequence
-from molaplace.monitoring.ranks import ScoreCounts
-from molaplace.monitoring.stream import Stream, WatchOptions, columns_of
+from molaplace.monitoring.labelled import VALIDATION_SHARE, LabelledAccuracy, RecentAccuracy, confidence_sequence
+from molaplace.monitoring.ranks import Array, ScoreCounts
+from molaplace.monitoring.stream import Stream, WatchOptions, columns_of, digests_of
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
@@ -63,7 +63,7 @@ class Watch:
         """Number of inputs so far."""
         return sum(stream.count for stream in self.streams)
 
-    def update(self, prediction: Any = None, *, labels: Any = None, positions: Any = None) -> Watch:
+    def update(self, prediction: Any = None, *, labels: Any = None, positions: Any = None, ids: Any = None) -> Watch:
         """Add further inputs, or the labels of earlier inputs, and return the watch.
 
         The inputs must come in the order in which they arrive, or in random order: a folder sorted by class is not exchangeable.
@@ -75,14 +75,17 @@ class Watch:
                 tokens of a language model, position t holds the token at t + 1: only labels in loaders are shifted for you.
             positions: positions (n,) of the earlier inputs, counted from 0 over the whole stream. They may be omitted if there are
                 labels for all inputs in the window that have none yet, in order.
+            ids: names (n,) of the inputs, such as the ids of requests: strings or non-negative whole numbers. Inputs that have ids are
+                found by them when their labels arrive, whatever was lost or reordered in between. Pass ids instead of positions.
         """
         if len(self.streams) > 1:
             raise OptionError(
                 "a merged watch cannot be updated. Update the watch of each process, and merge them again."
             )
+        digests = None if ids is None else digests_of(ids)
         if prediction is None:
             with self._lock:
-                self.streams = (self._with_labels(self.streams[0], labels, positions),)
+                self.streams = (self._with_labels(self.streams[0], labels, positions, digests),)
             return self
         kind = RegressionPrediction if self.baseline.regression else Prediction
         if not isinstance(prediction, kind):
@@ -95,15 +98,21 @@ class Watch:
             raise OptionError(
                 "are for labels without a prediction. New inputs have the next positions.", argument="positions"
             )
+        if digests is not None and len(digests) != len(prediction):
+            raise OptionError(
+                f"must be one for each of {counted(len(prediction), 'input')}, got {len(digests)}.", argument="ids"
+            )
         if len(prediction):
             # Everything that does not depend on earlier inputs is computed before other threads have to wait.
             columns = columns_of(prediction, self.baseline)
+            if digests is not None:
+                columns["id"] = digests
             outcomes = None if labels is None else self.baseline.outcomes(predicted_values(prediction), labels)
             with self._lock:
                 self.streams = (self.streams[0].add(columns, outcomes, self.baseline, self.options),)
         return self
 
-    def _with_labels(self, stream: Stream, labels: Any, positions: Any) -> Stream:
+    def _with_labels(self, stream: Stream, labels: Any, positions: Any, ids: Array | None) -> Stream:
         if labels is None:
             raise OptionError("pass predictions for new inputs, labels for earlier inputs, or both.")
         if "predicted" not in stream.window:
@@ -112,7 +121,12 @@ class Watch:
                 argument="labels",
             )
         waiting = np.isnan(stream.window["correct"])
-        if positions is None:
+        argument = "positions" if ids is None else "ids"
+        if positions is not None and ids is not None:
+            raise OptionError("cannot be combined with ids, which say the same.", argument="positions")
+        if ids is not None:
+            indices = _indices_of(ids, stream)
+        elif positions is None:
             indices = np.flatnonzero(waiting)
             if len(labels) != len(indices):
                 raise OptionError(
@@ -121,7 +135,10 @@ class Watch:
                     argument="positions",
                 )
         else:
-            indices = as_rows(positions)[:, 0].astype(np.int64) - stream.first
+            numbers = as_rows(positions)[:, 0] if len(positions) else np.zeros(0)
+            if not (numbers % 1 == 0).all():
+                raise OptionError(f"must be whole numbers, got {numbers[numbers % 1 != 0][0]:g}.", argument="positions")
+            indices = numbers.astype(np.int64) - stream.first
             within = (indices >= 0) & (indices < len(waiting))
             if not within.all():
                 raise OptionError(
@@ -129,8 +146,8 @@ class Watch:
                     f"{int((indices + stream.first)[~within][0]):,}. Choose a larger window if labels take longer.",
                     argument="positions",
                 )
-            if len(np.unique(indices)) < len(indices) or not waiting[indices].all():
-                raise OptionError("contain an input twice, or an input that already has a label.", argument="positions")
+        if len(np.unique(indices)) < len(indices) or not waiting[indices].all():
+            raise OptionError("contain an input twice, or an input that already has a label.", argument=argument)
         outcomes = self.baseline.outcomes(stream.window["predicted"][indices], labels)
         return stream.with_outcomes(indices + stream.first, outcomes, self.baseline, self.options)
 
@@ -149,7 +166,7 @@ class Watch:
             evidence=evidence.log_peak,
             threshold=threshold,
             now=evidence.log_value,
-            count=sum(stream.count for stream in streams),
+            count=stream.count,
             began=evidence.began if raised else None,
             contributions=stream.contributions() if raised else (),
             stream=stream.name,
@@ -158,11 +175,8 @@ class Watch:
     @property
     def accuracy(self) -> ExpectedAccuracy:
         """Expected accuracy of the recent inputs, without labels, or the reason why it is unknown."""
-        columns = [stream.window for stream in self.streams if stream.count]
-        recent = {
-            name: np.concatenate([column[name][-self.options.recent :] for column in columns] or [np.zeros(0)])
-            for name in ("share", "score")
-        }
+        streams = self.streams
+        recent = {name: self._recent([stream.window.get(name) for stream in streams]) for name in ("share", "score")}
         strange = recent["score"] > self.baseline.strange
         if self.baseline.confidence is not None:
             return self.baseline.confidence.estimate(recent["share"], strange)
@@ -177,6 +191,8 @@ class Watch:
         count = sum(stream.labelled for stream in streams)
         total = sum(stream.correct for stream in streams)
         low, high = confidence_sequence(total, count, self.options.alpha)
+        columns = [stream.window["correct"] for stream in streams if stream.labelled]
+        columns = [column[~np.isnan(column)] for column in columns]
         fall = max((stream.fall for stream in streams), key=lambda evidence: evidence.log_peak)
         threshold = math.log(len(streams) / ((1 - VALIDATION_SHARE) * self.options.alpha))
         return LabelledAccuracy(
@@ -188,12 +204,21 @@ class Watch:
             evidence=fall.log_peak,
             threshold=threshold,
             began=fall.began if fall.log_peak >= threshold else None,
+            recent=RecentAccuracy.of(self._recent(columns), self.options.alpha),
         )
+
+    def _recent(self, columns: Sequence[Array | None]) -> Array:
+        # Return the last `recent` values of all streams together. Their order in time is unknown, so all have the same share.
+        known = [column for column in columns if column is not None]
+        share = math.ceil(self.options.recent / max(len(known), 1))
+        return np.concatenate([np.zeros(0), *(column[-share:] for column in known)])
 
     def __repr__(self) -> str:
         alarm = self.alarm
         accuracy = self.accuracy
         state = f"alarm, the change began at input {alarm.began:,}" if alarm else "no alarm"
+        if alarm and len(self.streams) > 1:
+            state += f" of the {alarm.count:,} in stream {alarm.stream!r}"
         expected = accuracy.reason if accuracy.value is None else f"expected accuracy {accuracy.value:.1%}"
         caution = ", which assumes at most a moderate shift: check it with labels"
         if not alarm or accuracy.value is None:
@@ -205,13 +230,17 @@ class Watch:
     def merge(self, *others: Watch) -> Watch:
         """Return a watch over the streams of several processes, which can be read but not updated.
 
-        The alarm is raised if the evidence of one of m streams reaches m / alpha. The order does not matter.
+        The alarm is raised if the evidence of one of m streams reaches m / alpha, and `alarm` then describes this stream. The accuracy
+        is that of the last `recent` / m inputs of each stream. The order does not matter.
         """
         if any(self.differences(other) for other in others):
             raise OptionError("only watches with the same validation data and options can be merged.")
         streams = [stream for watch in (self, *others) for stream in watch.streams]
-        if len({id(stream) for stream in streams}) < len(streams):
-            raise OptionError("a stream can be merged only once. Pass each watch once.")
+        if len({stream.source or id(stream) for stream in streams}) < len(streams):
+            raise OptionError(
+                "a stream can be merged only once, but two of these watches are copies of one, perhaps at different times. Pass each "
+                "watch once, and begin a watch for each process before its first input."
+            )
         return Watch(self.baseline, self.options, tuple(sorted(streams, key=_order)))
 
     def differences(self, other: Watch) -> list[str]:
@@ -308,8 +337,28 @@ SCHEMA = {
             }
         ),
     },
-    "streams": {str: {"name": str, "correct": float, "labelled": int, "evidence": EVIDENCE, "fall": EVIDENCE}},
+    "streams": {
+        str: {"name": str, "source": str, "correct": float, "labelled": int, "evidence": EVIDENCE, "fall": EVIDENCE}
+    },
 }
+
+
+def _indices_of(ids: Array, stream: Stream) -> Array:
+    # Return the places in the window of the inputs with the given ids.
+    known = stream.window.get("id", np.zeros(0, dtype=np.int64))
+    order = np.argsort(known, kind="stable")
+    places = np.searchsorted(known[order], ids)
+    found = np.zeros(len(ids), dtype=bool)
+    inside = places < len(known)
+    found[inside] = known[order][places[inside]] == ids[inside]
+    if not found.all():
+        raise OptionError(
+            f"must be those of inputs in the window, but {int((~found).sum())} of {len(ids)} are unknown, the first at index "
+            f"{int((~found).argmax())}. The inputs were not counted, had no ids, or were longer ago than the last "
+            f"{len(stream.window['score']):,}.",
+            argument="ids",
+        )
+    return order[places]
 
 
 def _order(stream: Stream) -> tuple[Any, ...]:
