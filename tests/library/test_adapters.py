@@ -195,6 +195,22 @@ def test_calls_from_threads_do_not_meet():
         assert_close(result, probs, "search")
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_adapters_of_experts_answer_in_threads_as_in_one():
+    """`peft` replaces the weights of the experts during a call."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(vocab_size=20, num_local_experts=4, num_key_value_heads=2, **SIZES)
+    base = transformers.MixtralForCausalLM(config).float()
+    experts = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], init_lora_weights=False)
+    posterior = mola.ensemble(mola.adapters(with_adapters(base, experts)), tokens=[7, 2, 19])
+    calls = [{"input_ids": TOKENS[start : start + 2]} for start in range(0, 30, 2)] * 4
+    expected = [posterior(inputs) for inputs in calls]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(posterior, calls))
+    for result, probs in zip([*results, *map(posterior, calls)], [*expected, *expected], strict=True):
+        assert_close(result, probs, "search")
+
+
 def test_what_goes_with_a_posterior_goes_with_views(tmp_path):
     model = bert()
     views = mola.adapters(model)

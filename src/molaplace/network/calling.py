@@ -343,7 +343,8 @@ def plain_name(name: str) -> str:
 def state_of(network: nn.Module) -> dict[str, Tensor]:
     """Return all tensors in a network's state dict, keyed and sorted by name."""
     check_network(network)
-    state = unwrapped(network).state_dict()
+    with undisturbed(network):
+        state = unwrapped(network).state_dict()
     # Skip the extra state of a module, which may be any object.
     return {plain_name(name): value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
 
@@ -407,6 +408,18 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
                         module.training = mode.training
 
 
+_expert_adapters_lock = threading.RLock()
+
+
+def undisturbed(network: nn.Module) -> AbstractContextManager[object]:
+    """Exclude other threads from a network whose weights change during a call; other networks need no lock.
+
+    Adapters of peft on expert weights (`target_parameters`) replace the weights during a call, in a cache that all networks share.
+    """
+    changing = any(type(module).__name__ == "ParamWrapper" for module in network.modules())
+    return _expert_adapters_lock if changing else nullcontext()
+
+
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
     """Run a network on its own device and return its logits tensor itself, not a copy."""
     network = unwrapped(network)
@@ -416,10 +429,11 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     try:
         if parameter is not None:
             inputs = tree_map_only(Tensor, lambda leaf: leaf.to(parameter.device, non_blocking=True), inputs)
-        if isinstance(inputs, dict) and takes_keywords(network, inputs):
-            output = network(**inputs)
-        else:
-            output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+        with undisturbed(network):
+            if isinstance(inputs, dict) and takes_keywords(network, inputs):
+                output = network(**inputs)
+            else:
+                output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
