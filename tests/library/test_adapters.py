@@ -341,6 +341,16 @@ def test_an_exported_file_holds_one_backbone(name, tmp_path):
     assert written.bytes < 1.5 * 4 * width**2
 
 
+def test_an_adapter_is_not_merged_in_one_of_several_networks():
+    views = mola.adapters(bert())
+    posterior = mola.ensemble(views)
+    expected = posterior.predict(VAL).probs
+    for merge in (views[0].merge_and_unload, views[1].merge_adapter):
+        with pytest.raises(DataError, match="share a backbone"):
+            merge()
+    assert torch.equal(posterior.predict(VAL).probs, expected)
+
+
 # --- several heads on one trunk -----------------------------------------------------------------------------------------
 
 
@@ -522,7 +532,13 @@ def head_in_place():
     return mola.ensemble(mola.adapters(trunk, heads=heads))(X)
 
 
+def attention():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 3)})
+    return mola.adapters(with_adapters(model, lora("attention")))
+
+
 WRONG = {
+    "adapters that are merged in each call": (attention, OptionError, "MultiheadAttention"),
     "an unknown name": (lambda: mola.adapters(bert(), ["first", "secnd"]), OptionError, "got 'secnd'.*'second'"),
     "a name twice": (lambda: mola.adapters(bert(), ["first", "first"]), OptionError, "at most once"),
     "no names": (lambda: mola.adapters(bert(), []), OptionError, "at least one"),

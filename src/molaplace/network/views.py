@@ -75,7 +75,7 @@ def adapters(
         return _branches(model, names, heads)
     model = unwrapped(model)
     holder = _holder(model)
-    layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    layers = _adapter_layers(model)
     prompts = [] if holder is None else [config for config in holder.peft_config.values() if config.is_prompt_learning]
     if prompts:
         raise OptionError(
@@ -89,7 +89,7 @@ def adapters(
             f"load the backbone and the adapters again. For several heads on one trunk, pass heads=[...].",
             argument="model",
         )
-    if len(layers) > sum(hasattr(module, "adapter_layer_names") for module in holder.modules()):
+    if len(layers) > len(_adapter_layers(holder)):
         raise OptionError(
             f"must contain one model with adapters, but {type(model).__name__} has several. Write a view of each into the network: "
             f"mola.adapters(model.encoder, name).",
@@ -138,7 +138,17 @@ def _holder(model: nn.Module) -> Any:
     return None
 
 
+def _adapter_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+
+
 def _check_layers(layers: Sequence[Any]) -> None:
+    if any(type(layer).__name__ == "MultiheadAttention" for layer in layers):
+        raise OptionError(
+            "must not have adapters on nn.MultiheadAttention, because peft merges them into the weights during each call, so that the "
+            "networks cannot share these weights. Load a separate model for each adapter, and pass the models to mola.fit.",
+            argument="model",
+        )
     merged = _merged(layers)
     if merged:
         raise OptionError(
@@ -177,8 +187,17 @@ def _view(model: nn.Module, name: str, layers: Sequence[Any]) -> nn.Module:
     finally:
         for parameter, flag in flags:  # peft freezes and unfreezes the adapters that it switches
             parameter.requires_grad_(flag)
+    for layer in _adapter_layers(view):
+        layer.merge = _refuse_merge
     view.register_forward_pre_hook(partial(_check_unmerged, tuple(layers)))
     return view
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise DataError(
+        "an adapter cannot be merged in one of several networks that share a backbone, because merging changes the backbone of all. Load "
+        "the backbone again with this adapter alone, and merge it there."
+    )
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
