@@ -11,6 +11,7 @@ inputs are normalised like the network's training data, because a deployed netwo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -288,8 +289,10 @@ class Normalisation:
             raise OptionError(
                 f"expected as many means as standard deviations; got {len(self.mean)} and {len(self.std)}."
             )
-        if not all(value > 0 for value in self.std):
-            raise OptionError(f"must be above 0, got {', '.join(map(str, self.std))}.", argument="std")
+        if not all(map(math.isfinite, self.mean)):
+            raise OptionError(f"must be finite, got {', '.join(map(str, self.mean))}.", argument="mean")
+        if not all(0 < value < math.inf for value in self.std):
+            raise OptionError(f"must be finite and above 0, got {', '.join(map(str, self.std))}.", argument="std")
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return (x / 255 - mean) / std as float32."""

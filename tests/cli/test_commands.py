@@ -122,7 +122,7 @@ FIT = ("fit", "--network", "mlp", "--train", "train", "--rule", "evidence")
         ("not a writable folder", ["export", "POSTERIOR", "--onnx", "test.npz/out.onnx"]),
         ("not a writable folder", ["fit", "--network", "mlp", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("contains no posterior. Pass a folder written by `molaplace fit", ["info", "train"]),
-        ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
+        ("--std must be finite and above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
         ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),
         ("no file to write", ["export", "POSTERIOR"]),
         ("got risk", ["export", "POSTERIOR", "--torch", "a.pt2", "--outputs", "risk"]),

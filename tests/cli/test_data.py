@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from PIL import Image
 from molaplace.cli.data.arrays import open_arrays
 from molaplace.cli.data.dataset import Loader, SkippedInputs
 from molaplace.cli.data.opening import FunctionDataset, open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
+from molaplace.cli.job import Job
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.workspace import CLASSES, Workspace, job_for, run_fit
@@ -238,3 +240,26 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (256, 224)),
+        ({"crop": 192}, (256, 192)),
+        ({"resize": 288}, (288, 224)),
+        ({"resize": (160, 320)}, ((160, 320), None)),
+        ({"resize": 160, "crop": 192}, (160, 192)),
+    ],
+    ids=str,
+)
+def test_options_replace_only_what_they_name_of_the_networks_preparation(options, expected):
+    preprocessing = make_preprocessing(Job(**options), Preprocessing(resize=256, crop=224), "float32")
+    assert (preprocessing.resize, preprocessing.crop) == expected
+
+
+@pytest.mark.parametrize("option", ["mean", "std"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_normalisation_is_finite(option, value):
+    with pytest.raises(OptionError, match=f"{option} must be finite"):
+        make_preprocessing(Job(**({"mean": (0.5,), "std": (1.0,)} | {option: (value,)})), Preprocessing(), "float32")

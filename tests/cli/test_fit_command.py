@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from PIL import Image
 import molaplace as mola
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior, read_information
+from molaplace.cli.options import as_document, to_toml
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.saving.schema import sealed
 from tests.closeness import assert_close
@@ -125,6 +127,36 @@ def test_a_job_that_cannot_be_done_says_so(workspace, tmp_path, changes, words):
     with pytest.raises(OptionError, match=words):
         run_fit(job_for(workspace, **changes), tmp_path / "posterior")
     assert not (tmp_path / "posterior").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--mean", "nan"), ("--std", "inf"), ("--val", os.fsdecode(b"caf\xe9")), ("--output", os.fsdecode(b"caf\xe9"))],
+)
+def test_values_that_cannot_be_stored_are_named_before_any_work(workspace, tmp_path, mola_command, flag, value):
+    shutil.copytree("val", tmp_path / os.fsdecode(b"caf\xe9"))
+    value = value if flag in ("--mean", "--std") else str(tmp_path / value)
+    words = ["fit", *workspace.weights(), "--network", f"{workspace.module}:build", "--train", "train", "--val", "val"]
+    words += ["--output", tmp_path / "posterior", "--mean", "0.5", "--std", "1", flag, value]
+    code, _, error = mola_command(*words)
+    assert code == 1
+    assert f"molaplace: {flag} must be" in error
+    assert not (tmp_path / "posterior").exists()
+
+
+def test_flags_override_the_file_in_both_directions(workspace, tmp_path, mola_command):
+    (tmp_path / "broken").mkdir()
+    for name in CLASSES:
+        shutil.copytree(f"train/{name}", tmp_path / "broken" / name)
+    (tmp_path / "broken" / "cat" / "broken.png").write_bytes(b"no picture")
+    job = job_for(workspace, train=str(tmp_path / "broken"))
+    for number, strict in enumerate((True, False)):
+        path = tmp_path / f"{strict}.toml"
+        path.write_text(to_toml(as_document(replace(job, strict=strict), "fit", tmp_path)))
+        words = ("fit", "--config", path, "--trust", "--output", tmp_path / f"posterior-{number}")
+        assert mola_command(*words)[0] == (1 if strict else 3)
+        code, _, error = mola_command(*words, "--no-strict" if strict else "--strict")
+        assert code == (3 if strict else 1), error
 
 
 def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):

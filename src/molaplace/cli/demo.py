@@ -31,7 +31,7 @@ class DemoOptions:
         Path("demo-results"), "Folder for the page, the figures and the numbers", flags=("--output", "-o")
     )
     seed: int = option(0, "Random seed for the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
-    quiet: bool = option(False, "Print nothing")
+    quiet: bool = option(False, "Print nothing", stored=False)
 
 
 def demo(options: DemoOptions) -> None:

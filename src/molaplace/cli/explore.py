@@ -31,7 +31,7 @@ class ExploreOptions(PosteriorOptions):
         default_text="first free port from 7860 upwards",
     )
     browser: bool = option(True, "Open the page in a browser")
-    quiet: bool = option(False, "Print nothing", panel=RUN)
+    quiet: bool = option(False, "Print nothing", panel=RUN, stored=False)
     seed: int = option(0, "Random seed for the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)
 
 

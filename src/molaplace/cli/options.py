@@ -96,7 +96,8 @@ def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
         parameter.text = settings["help"]  # type: ignore[attr-defined]
     else:
         name = declared.name.replace("_", "-")
-        flags = settings["flags"] or (f"--{name}/--no-{name}" if declared.default is True else f"--{name}",)
+        negated = kind is bool and (declared.default is True or settings["stored"])  # overrides a run file
+        flags = settings["flags"] or (f"--{name}/--no-{name}" if negated else f"--{name}",)
         common |= {"is_flag": True} if kind is bool else {"multiple": several}
         common |= {"help": settings["help"], "show_default": settings["default_text"] or True}
         parameter = click.Option([declared.name, *flags], **common)
@@ -140,6 +141,20 @@ class RunOptions:
     config: Path | None = option(
         None, "TOML file with the options of an earlier run; flags override it", panel=RUN, stored=False
     )
+
+    def __post_init__(self) -> None:
+        """Raise `OptionError` for text that cannot be written to the run file, such as the name of a file in Latin-1."""
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            for text in value if isinstance(value, tuple) else (value,):
+                try:
+                    str(text).encode()
+                except UnicodeEncodeError as error:
+                    shown = os.fsencode(str(text)).decode(errors="backslashreplace")
+                    raise OptionError(
+                        f"must be valid UTF-8, so that it can be stored and printed; got {shown!r}. Rename the file or folder.",
+                        argument=declared.name,
+                    ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

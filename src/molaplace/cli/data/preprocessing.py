@@ -107,7 +107,13 @@ def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocess
         std = job.std
     Normalisation(mean, std)  # checks the mean and std before any image is read
     preprocessing = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
-    if job.resize is not None or job.crop is not None:
-        preprocessing = replace(preprocessing, resize=job.resize, crop=job.crop)
+    if job.resize is not None:
+        shorter = min(job.resize) if isinstance(job.resize, tuple) else job.resize
+        crop = (
+            hints.crop if hints.crop is not None and hints.crop <= shorter else None
+        )  # a larger crop would add a border
+        preprocessing = replace(preprocessing, resize=job.resize, crop=crop)
+    if job.crop is not None:
+        preprocessing = replace(preprocessing, crop=job.crop)
     # Statistics for three channels imply colour images.
     return replace(preprocessing, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))
