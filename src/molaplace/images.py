@@ -5,13 +5,15 @@
     posterior = mola.fit(networks, train_loader, val_loader)
 
 Classes are numbered in alphabetical order of their subfolders. A class consists of all image files in its subfolder, at any depth,
-sorted by path. Pillow decodes the images. A normalisation computes (x / 255 - mean) / std for each channel. Out-of-distribution
-inputs are normalised like the network's training data, because a deployed network cannot know where an input comes from.
+sorted by path; links are followed. Pillow decodes the images, which are turned as their EXIF orientation says. A normalisation computes
+(x / 255 - mean) / std for each channel. Out-of-distribution inputs are normalised like the network's training data, because a deployed
+network cannot know where an input comes from.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -46,10 +48,18 @@ __all__ = [
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
 """File extensions of images, in lower case; comparisons ignore case, because ImageNet's file names end in .JPEG."""
 
+UNREAD = frozenset({".avif", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".svg"})
+"""File extensions of images in other formats, which may be animated or need further packages. They are listed, but not decoded."""
+
+ORIENTATION = 0x0112
+"""EXIF tag of the orientation."""
+
 
 @dataclass(frozen=True)
 class Preparation:
-    """A function that resizes and crops an image to the size of a network's inputs.
+    """A function that turns an image upright, and resizes and crops it to the size of a network's inputs.
+
+    Images are turned as their EXIF orientation says, as transformers' pipelines do.
 
     Attributes:
         resize: new length of the shorter side (preserving the aspect ratio) or new (height, width); if None, the image is not
@@ -66,7 +76,7 @@ class Preparation:
         """Return the resized and cropped pixels as uint8 of shape (channels, height, width)."""
         from PIL import Image
 
-        image = in_bytes(image).convert(self.mode)
+        image = in_bytes(upright(image)).convert(self.mode)
         width, height = image.size
         if isinstance(self.resize, tuple):
             height, width = self.resize
@@ -84,6 +94,17 @@ class Preparation:
             image = image.crop((left, top, left + self.crop, top + self.crop))
         pixels = torch.from_numpy(np.array(image))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return the image turned as its EXIF orientation says."""
+    if image.getexif().get(ORIENTATION, 1) == 1:
+        return image
+    from PIL import ImageOps
+
+    turned = ImageOps.exif_transpose(image)
+    turned.format = image.format  # determines the range of the pixels
+    return turned
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
@@ -171,14 +192,26 @@ class FolderBatches:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List all image files in a folder and its subfolders, sorted by path; hidden files and folders are excluded."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in ENDINGS
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    """List all image files in a folder and its subfolders, sorted by path; hidden files and folders are excluded.
+
+    Links are followed. The list contains images that cannot be decoded, such as broken links and those in the formats `UNREAD`.
+    """
+    return sorted(_image_files(folder, frozenset()))
+
+
+def _image_files(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    real = folder.resolve()
+    if real in above:  # a link to a folder that contains it
+        return
+    for entry in os.scandir(folder):
+        path = folder / entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _image_files(path, above | {real})
+        # A broken link without an extension may have been a folder.
+        elif path.suffix.lower() in ENDINGS | UNREAD or (not path.suffix and entry.is_symlink() and not path.exists()):
+            yield path
 
 
 def open_folder(
@@ -195,7 +228,7 @@ def open_folder(
         classes: names of all classes, in the order of the class numbers; required if some classes have no subfolder.
 
     Raises:
-        DataError: the folder does not exist, contains no images, or has a subfolder whose name is not in `classes`.
+        DataError: the folder does not exist, contains no images, or has a broken link or a subfolder whose name is not in `classes`.
     """
     with importing("reading image files", "pillow", "cli"):
         import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image
@@ -203,8 +236,8 @@ def open_folder(
     if not root.is_dir():
         raise DataError(f"{root} is not a folder. Expected a folder with a subfolder of images for each class.")
     subfolders = _subfolders(root)
-    names = tuple(classes) if classes is not None else tuple(path.name for path in subfolders) or (root.name,)
-    unknown = [path.name for path in subfolders if path.name not in names]
+    names = tuple(classes) if classes is not None else tuple(map(_class_name, subfolders)) or (root.name,)
+    unknown = [name for name in map(_class_name, subfolders) if name not in names]
     if unknown:
         raise DataError(
             f"{root} contains the subfolder {unknown[0]!r}, which is not one of the {len(names)} classes ({names[0]}, ...)."
@@ -214,7 +247,10 @@ def open_folder(
             f"{root} has no subfolders, so its images have no labels. Put the images of each class in a separate subfolder."
         )
     number = {name: index for index, name in enumerate(names)}
-    listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
+    above = frozenset({root.resolve()})
+    listed = [
+        (path, number[_class_name(folder)]) for folder in subfolders for path in sorted(_image_files(folder, above))
+    ]
     if not subfolders:
         listed = [(path, 0) for path in image_files(root)]
     if not listed:
@@ -223,7 +259,17 @@ def open_folder(
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
 
+def _class_name(folder: Path) -> str:
+    # A name that is not valid UTF-8 can be neither stored nor printed, so its bytes are escaped.
+    return os.fsencode(folder.name).decode(errors="backslashreplace")
+
+
 def _subfolders(folder: Path) -> list[Path]:
+    broken = [path for path in folder.iterdir() if path.is_symlink() and not path.suffix and not path.exists()]
+    if broken:
+        raise DataError(
+            f"{min(broken)} is a link to {min(broken).readlink()}, which does not exist. Remove or repair it."
+        )
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
@@ -232,7 +278,9 @@ def decode(path: Path, prepare: Preparation) -> Tensor:
     from PIL import Image
 
     if not path.is_file():
-        raise DataError("does not exist", place=str(path))
+        raise DataError("is not a file" if path.exists() else "does not exist", place=str(path))
+    if path.suffix.lower() in UNREAD:
+        raise DataError(f"has the format {path.suffix}, which is not read; convert it to .png", place=str(path))
     try:
         with Image.open(path) as image:
             return prepare(image)

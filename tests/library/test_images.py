@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.images import NORMALISATIONS, Preparation, open_folder
+from molaplace.errors import DataError
+from molaplace.images import NORMALISATIONS, Preparation, image_files, open_folder
 
 RANDOM = np.random.default_rng(0)
 
@@ -57,6 +58,65 @@ def test_classes_and_images_are_in_the_order_of_their_names(pets):
     assert torch.equal(opened.part([7, 0]).load().pixels, images.pixels[[7, 0]])
     assert opened.evenly(3).labels.tolist() == [0, 1, 2]
     assert opened.evenly(100) is opened
+
+
+def test_links_are_followed_and_none_vanishes(pets, tmp_path_factory):
+    root, arrays = pets
+    linked = tmp_path_factory.mktemp("linked")
+    (linked / "ant").symlink_to(root / "ant")
+    (linked / "bee").mkdir()
+    (linked / "bee" / "z").symlink_to(root / "bee" / "z")
+    (linked / "bee" / "all").symlink_to(linked)  # a loop
+    (linked / "cat").mkdir()
+    (linked / "cat" / "a.png").symlink_to(root / "cat" / "a.png")
+    expected = ["ant/1.png", "ant/2.PNG", "ant/3.png", "bee/z/deep.png", "cat/a.png"]
+    assert [str(path.relative_to(linked)) for path in image_files(linked)] == expected
+    opened = open_folder(linked)
+    assert opened.labels.tolist() == [0, 0, 0, 1, 2]
+    pixels = np.stack([arrays[name].transpose(2, 0, 1) for name in expected])
+    np.testing.assert_array_equal(opened.load().pixels.numpy(), pixels)
+
+
+@pytest.mark.parametrize("name", ["ant/broken.png", "ant/broken", "ant/moving.gif"])
+def test_images_that_cannot_be_read_are_named(pets, name):
+    root, _ = pets
+    if name.endswith(".gif"):
+        picture(6, 5).save(root / name)
+    else:
+        (root / name).symlink_to(root / "gone")
+    assert root / name in image_files(root)
+    with pytest.raises(DataError, match=f"{name}.*(does not exist|convert it)"):
+        open_folder(root).load()
+
+
+def test_a_broken_link_to_a_class_is_named(pets):
+    (pets[0] / "dog").symlink_to(pets[0] / "gone")
+    with pytest.raises(DataError, match=r"dog is a link to .*gone, which does not exist"):
+        open_folder(pets[0])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "I;16"])
+def test_images_are_turned_as_their_orientation_says(tmp_path, orientation, mode):
+    upright = np.arange(30, dtype=np.uint16).reshape(5, 6) * 2000
+    image = (
+        Image.fromarray(upright) if mode == "I;16" else Image.fromarray((upright >> 8).astype(np.uint8)).convert("RGB")
+    )
+    stored = {
+        1: lambda image: image,
+        2: lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: lambda image: image.transpose(Image.Transpose.ROTATE_180),
+        4: lambda image: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: lambda image: image.transpose(Image.Transpose.TRANSPOSE),
+        6: lambda image: image.transpose(Image.Transpose.ROTATE_90),
+        7: lambda image: image.transpose(Image.Transpose.TRANSVERSE),
+        8: lambda image: image.transpose(Image.Transpose.ROTATE_270),
+    }[orientation](image)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "a.png", exif=exif)
+    pixels = open_folder(tmp_path, Preparation(mode="L")).load().pixels[0, 0]
+    np.testing.assert_array_equal(pixels.numpy(), (upright >> 8).astype(np.uint8))
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 3), (3, 1), (8, 3), (100, 1)])
