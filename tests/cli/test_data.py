@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import molaplace as mola
 from molaplace.cli.data.arrays import open_arrays
 from molaplace.cli.data.dataset import Loader, SkippedInputs
 from molaplace.cli.data.opening import FunctionDataset, open_dataset
@@ -67,6 +69,77 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(workspace, t
     assert any("and 1 more" in line for line in skipped.lines(most=3))
     with pytest.raises(DataError, match=r"(cannot be decoded|pixels).*with --strict, no input may be left out"):
         list(Loader(loader.source, SkippedInputs(), strict=True))
+
+
+def test_linked_and_unreadable_images_are_counted_alike_with_and_without_labels(workspace, tmp_path):
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    for name in CLASSES:
+        (folder / name).symlink_to(workspace.root / "train" / name)
+    count = len(workspace.inputs("train")[1])
+    for labelled in (True, False):
+        assert open_dataset(str(folder), INTAKE, labelled=labelled).count == count
+    copy = copy_of(workspace, "train", tmp_path / "copy")
+    (copy / "cat" / "broken.png").symlink_to(tmp_path / "gone")
+    Image.fromarray(np.zeros((6, 6, 3), np.uint8)).save(copy / "cat" / "moving.gif")
+    for labelled in (True, False):
+        skipped = SkippedInputs()
+        loader = Loader(open_dataset(str(copy), INTAKE, labelled=labelled), skipped, labelled=labelled)
+        assert sum(len(inputs) for inputs, *_ in loader) == count
+        reasons = skipped.left_out[str(copy)]
+        assert reasons.keys() == {"cat/broken.png", "cat/moving.gif"}
+        assert "does not exist" in reasons["cat/broken.png"]
+        assert "convert" in reasons["cat/moving.gif"]
+
+
+def test_names_of_classes_that_are_not_utf8_are_escaped(workspace, tmp_path, mola_command):
+    for split in ("train", "val"):
+        copy = copy_of(workspace, split, tmp_path / split)
+        (copy / "fox").rename(copy / os.fsdecode(b"f\xe9x"))
+    words = ["fit", *workspace.weights(), "--network", f"{workspace.module}:build", "--output", tmp_path / "posterior"]
+    code, output, error = mola_command(*words, "--train", tmp_path / "train", "--val", tmp_path / "val")
+    assert code == 0, error
+    assert r"f\xe9x" in output
+    words = ["predict", tmp_path / "posterior", tmp_path / "val", "--output", tmp_path / "rows.csv"]
+    assert mola_command(*words)[0] == 0
+    assert r"f\xe9x" in (tmp_path / "rows.csv").read_text()
+
+
+@pytest.mark.parametrize("label", [2**32 + 1, 2**40, -(2**31) - 1])
+def test_dense_labels_are_not_wrapped(tmp_path, label):
+    labels = np.zeros((2, 3, 3), np.int64)
+    labels[0, 0, 0] = label
+    np.savez(tmp_path / "set.npz", x=np.zeros((2, 1, 3, 3), np.float32), y=labels)
+    opened = open_arrays(tmp_path / "set.npz", Preprocessing(), labelled=True)
+    assert int(opened.labels[0, 0, 0]) == label
+
+
+@pytest.mark.parametrize(
+    "labels", [np.array([0, 2**64 - 100], np.uint64), np.array([0, 1e19]), np.array([0, -np.inf])], ids=str
+)
+def test_labels_beyond_every_index_are_named(tmp_path, labels):
+    np.savez(tmp_path / "set.npz", x=np.zeros((2, 4), np.float32), y=labels)
+    with pytest.raises(
+        DataError, match=r"expected class indices from 0 as labels, got (18446744073709551516|1e\+19|-inf)"
+    ):
+        open_arrays(tmp_path / "set.npz", Preprocessing(), labelled=True)
+
+
+@pytest.mark.parametrize("digits", [16, 19, 5000])
+def test_long_labels_in_a_csv_are_named(workspace, tmp_path, digits):
+    (tmp_path / "set.csv").write_text(f"path,label\na.png,0\nb.png,1{'0' * (digits - 1)}\n")
+    with pytest.raises(DataError, match=r"expected class indices from 0.*got '10+' for b\.png"):
+        open_dataset(str(tmp_path / "set.csv"), INTAKE, labelled=True)
+
+
+def test_a_label_that_marks_nothing_is_not_proposed_as_a_mark(workspace):
+    inputs, labels = workspace.inputs("train")
+    for label, proposed in ((255, True), (10**12, False)):
+        wrong = labels.clone()
+        wrong[0] = label
+        with pytest.raises(DataError, match=r"labels must lie in \[0, 2\]") as refusal:
+            mola.fit(workspace.networks(1), [(inputs, wrong)])
+        assert ("ignore_index" in str(refusal.value)) == proposed
 
 
 def test_what_most_images_are_is_what_all_should_be(workspace, tmp_path):
@@ -142,7 +215,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(workspace, tmp_path):
         None,
         "has the unknown label 'wolf'",
         "has the unknown label ''",
-        "does not exist",
+        "is not a file",
         "does not exist",
     ]
     unlabelled = next(open_dataset(str(tmp_path / "list.csv"), INTAKE, labelled=False).batches())

@@ -137,10 +137,10 @@ class Categorical(ClassificationLikelihood):
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
-            remedy = (
-                f"Remove padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
-                f"ignore_index={high if high >= classes else low}."
-            )
+            remedy = "Remove padding, or remap the classes."
+            marker = high if high >= classes else low
+            if abs(marker) < 2**16:  # label maps have at most 16 bits
+                remedy += f" For dense outputs, pass the label that marks ignored positions: ignore_index={marker}."
             if low >= 1 and high == classes:
                 remedy = (
                     f"If the classes are numbered from 1 to {classes}, pass labels - 1. If {classes} marks positions to ignore, remove "

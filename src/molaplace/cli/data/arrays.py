@@ -26,6 +26,9 @@ from molaplace.likelihoods import CATEGORICAL, Likelihood
 NAMES = {"x": ("x", "inputs"), "y": ("y", "labels")}
 """Accepted names for the arrays of inputs and labels in a file."""
 
+LARGEST_LABEL = 2**53
+"""Bound on class indices: float64 represents all smaller integers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayDataset(Dataset):
@@ -104,7 +107,15 @@ def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelih
         )
     if not likelihood.mutually_exclusive:
         return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))
-    if values.dtype.kind in "iu" and values.ndim > 1:
-        return torch.from_numpy(values.astype(np.uint8 if values.dtype == np.uint8 else np.int32))
-    whole = values.dtype.kind in "iu" or bool(np.all(values == np.floor(values)))
-    return torch.from_numpy(values.astype(np.int64 if whole else np.float64))
+    whole = values.dtype.kind in "iub" or bool(np.all(values == np.floor(values)))
+    if not whole:
+        return torch.from_numpy(values.astype(np.float64))
+    low, high = (values.min(), values.max()) if values.size else (0, 0)
+    if low <= -LARGEST_LABEL or high >= LARGEST_LABEL:
+        wrong = low if low <= -LARGEST_LABEL else high
+        raise DataError(f"{path}: expected class indices from 0 as labels, got {wrong}.")
+    if values.dtype.kind not in "iu" or values.ndim == 1:
+        return torch.from_numpy(values.astype(np.int64))
+    if values.dtype == np.uint8:
+        return torch.from_numpy(values.astype(np.uint8))
+    return torch.from_numpy(values.astype(np.int32 if low >= -(2**31) and high < 2**31 else np.int64))

@@ -24,6 +24,9 @@ from molaplace.likelihoods import CATEGORICAL, Likelihood
 GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 """Pillow's modes for images without colour."""
 
+LABEL_DIGITS = 15
+"""Number of digits that a class index may have."""
+
 LOOKED_AT = 25
 """Number of images, spread evenly over the set, that determine the mode and shape of all images."""
 
@@ -185,6 +188,11 @@ def _with_class_labels(
             )
     numbers = {name: index for index, name in enumerate(order or ())}
     if indexed:
+        long = next((index for index, text in enumerate(texts) if len(text) > LABEL_DIGITS), None)
+        if long is not None:
+            raise DataError(
+                f"{images.name}: expected class indices from 0 as labels, got {texts[long][:30]!r} for {images.names[long]}."
+            )
         numbers = {text: int(text) for text in texts if text}
     labels = torch.tensor([numbers.get(text, 0) for text in texts], device="cpu")
     errors = tuple(None if text in numbers else f"has the unknown label {text!r}" for text in texts)
