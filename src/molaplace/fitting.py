@@ -179,7 +179,7 @@ def fit(
 
     Args:
         networks: a trained network, or a list of K trained networks. Their architectures may differ, but they must all have the same
-            number of outputs.
+            number of outputs. A network wrapped in `torch.compile` runs without compilation; compile the part before its last layer.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
             "labels".
         val_loader: optional validation data on which the posterior is tuned.

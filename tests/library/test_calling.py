@@ -23,6 +23,7 @@ from molaplace.network import (
     call,
     state_checksum,
 )
+from tests.closeness import assert_close
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).double()
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -91,6 +92,29 @@ def test_threads_predict_as_one_does_and_leave_the_networks_as_they_were(compile
         sys.setswitchinterval(switch)
     assert [training_flags(network) for network in networks] == flags
     assert [state_checksum(network) for network in networks] == checksums
+
+
+def test_the_part_before_the_last_layer_may_be_compiled():
+    """A whole network runs without compilation."""
+    networks = [dropping(0), dropping(1)]
+    expected = mola.fit(networks, [(X, Y)])(X)
+    calls = []
+
+    def backend(graph, _):
+        def run(*arguments):
+            calls.append(len(arguments))
+            return graph(*arguments)
+
+        return run
+
+    whole = [torch.compile(network, backend=backend) for network in networks]
+    assert torch.equal(mola.fit(whole, [(X, Y)])(X), expected)
+    assert not calls
+    parts = [nn.Sequential(torch.compile(network[:-1], backend=backend), network[-1]) for network in networks]
+    posterior = mola.fit(parts, [(X, Y)])
+    before = len(calls)
+    assert_close(posterior(X), expected)
+    assert len(calls) == before + 2
 
 
 # --- batches and loaders ------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def trunks_run_once() -> Iterator[None]:
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the network without any `torch.compile` wrapper, so that hooks on its layers run."""
+    """Return the network without any `torch.compile` wrapper, so that hooks on its layers run. It then runs without compilation."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
