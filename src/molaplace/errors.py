@@ -101,7 +101,10 @@ def importing(feature: str, package: str, extra: str) -> Iterator[None]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Put `place` before the place of any `DataError` or `HeadError` raised inside the block, unless it is there already."""
+    """Put `place` before the place of any `DataError` or `HeadError` raised inside the block, unless it is there already.
+
+    Errors of other code, such as a network's, get it as a note.
+    """
     try:
         yield
     except (DataError, HeadError) as error:
@@ -109,6 +112,11 @@ def located(place: str) -> Iterator[None]:
             error.place = place
         elif not error.place.startswith(place):
             error.place = f"{place}, {error.place}"
+        raise
+    except MolaError:
+        raise
+    except Exception as error:
+        error.add_note(f"Place: {place}.")
         raise
 
 

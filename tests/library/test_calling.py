@@ -205,6 +205,51 @@ def test_a_pass_that_fails_names_the_inputs():
         call(nn.Linear(5, 3).double(), X.to("meta"))
 
 
+def own_check(self, x):
+    if x.shape[1] == 5:
+        raise RuntimeError("the cache is empty")
+    return self.scale * x
+
+
+def missing_attribute(self, x):
+    return self.scal * x
+
+
+def wrong_unpacking(self, x):
+    _, _, height, _ = x.shape
+    return self.scale * x.mean(height)
+
+
+OWN_ERRORS = {
+    "raised": (own_check, RuntimeError, "the cache is empty"),
+    "a missing attribute": (missing_attribute, AttributeError, "has no attribute 'scal'"),
+    "python's": (wrong_unpacking, ValueError, "not enough values"),
+}
+
+
+@pytest.mark.parametrize("case", OWN_ERRORS)
+def test_errors_of_a_networks_own_code_come_through_with_their_place(case):
+    forward, kind, words = OWN_ERRORS[case]
+    network = nn.Sequential(nn.Sequential(nn.Identity(), Returning(forward)), nn.Linear(5, 3))
+    with pytest.raises(kind, match=words) as raised:
+        mola.ensemble(network).predict([(X, Y)])
+    assert type(raised.value) is kind
+    notes = " ".join(raised.value.__notes__)
+    assert "Sequential failed on inputs of shape (6, 5) and type float64, in its layer '0.1'" in notes
+    assert "batch 0 of the" in notes
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda self, x: x.view(-1, 7), lambda self, x: self.scale * x @ X, lambda self, x: nn.functional.conv2d(x, X)],
+)
+def test_errors_of_torch_name_the_inputs_and_the_layer(forward):
+    network = nn.Sequential(Returning(forward))
+    with pytest.raises(DataError, match=r"on inputs of shape \(6, 5\).*in its layer '0'.*was trained") as raised:
+        call(network, X)
+    assert type(raised.value.__cause__) is RuntimeError
+
+
 def test_logits_are_picked_from_any_output():
     def pick(output):
         return output["scores"][0]

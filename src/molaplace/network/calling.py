@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,8 @@ Inputs = Any
 """A tensor, a tuple of tensors (positional arguments), or a mapping of tensors (keyword arguments)."""
 
 LABELS = "labels"
+
+TORCH = Path(torch.__file__).parent
 
 
 class Batch(NamedTuple):
@@ -430,16 +434,21 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         if parameter is not None:
             inputs = tree_map_only(Tensor, lambda leaf: leaf.to(parameter.device, non_blocking=True), inputs)
         with undisturbed(network):
-            if isinstance(inputs, dict) and takes_keywords(network, inputs):
+            if isinstance(inputs, dict) and takes(network, (), inputs):
                 output = network(**inputs)
             else:
                 output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
     except (MolaError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+    except Exception as error:
+        failed = f"{type(network).__name__} failed on inputs of {_describe(inputs)}{_failed_layer(network, error)}"
+        misfit = _misfit(network, inputs)
+        remedy = misfit or _reading(network, inputs)
+        if not misfit and not _raised_by_torch(error):
+            error.add_note(f"{failed}.{remedy}")
+            raise
         raise DataError(
-            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. Pass inputs of the shape and "
-            f"type on which the network was trained.{_hint(network, inputs)}"
+            f"{failed}: {error}. Pass inputs of the shape and type on which the network was trained.{remedy}"
         ) from error
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
@@ -461,16 +470,35 @@ call = torch.no_grad()(run)
 """Run a network as `run` does, but without gradients."""
 
 
-def takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the keys are arguments of `forward`, as in transformers; otherwise, `forward` takes the whole mapping."""
+def takes(network: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether `forward` accepts these arguments. If keys are not its keywords, as in transformers, it takes the whole mapping."""
     try:
-        signature_of(network).bind(**inputs)
-    except TypeError:
+        signature_of(network).bind(*arguments, **keywords)
+    except TypeError:  # keys may be no strings
         return False
     return True
 
 
-def _hint(network: nn.Module, inputs: Inputs) -> str:
+def _raised_by_torch(error: Exception) -> bool:
+    # Whether an operation of torch refused its arguments, as opposed to any other error in the network's code.
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(last.filename)
+    raised = (last.line or "").startswith("raise")
+    if path.is_relative_to(TORCH) and path != TORCH / "nn/modules/module.py":  # which calls `forward`
+        return type(error) in (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+    return type(error) in (RuntimeError, NotImplementedError) and not raised
+
+
+def _failed_layer(network: nn.Module, error: Exception) -> str:
+    # Return the innermost module of the network that was running, as in ", in its layer 'body.0'"; empty if it is the network itself.
+    names = {id(module): plain_name(name) for name, module in network.named_modules()}
+    running = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layer = next((name for name in reversed(running) if name), "")
+    return f", in its layer {layer!r}" if layer else ""
+
+
+def _misfit(network: nn.Module, inputs: Inputs) -> str:
+    # What to do about inputs of a wrong type or number, which explain any error; empty if there are none.
     leaves = tree_leaves(inputs)
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
@@ -483,12 +511,20 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
             f" The weights are {weight_dtypes[0]}, but the inputs are {input_dtypes[0]}. Use inputs.to({weight_dtypes[0]}) or "
             f"network.to({input_dtypes[0]})."
         )
+    arguments = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if isinstance(inputs, Mapping) or takes(network, arguments, {}):
+        return ""
+    return f" Its forward accepts {list(signature_of(network).parameters)}.{_reading(network, inputs)}"
+
+
+def _reading(network: nn.Module, inputs: Inputs) -> str:
+    # How several inputs become arguments of the network; empty for one tensor.
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return (
             " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
             "labels, pass only the inputs."
         )
-    if not isinstance(inputs, Mapping) or takes_keywords(network, inputs):
+    if not isinstance(inputs, Mapping) or takes(network, (), inputs):
         return ""
     parameters = list(signature_of(network).parameters)
     unknown = [key for key in inputs if key not in parameters]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, HeadError, OptionError
-from molaplace.network.calling import Batch, call, evaluating, takes_keywords
+from molaplace.network.calling import Batch, call, evaluating, takes
 from molaplace.network.head import hooked, linear_errors
 from molaplace.numerics import to_float64
 
@@ -136,9 +136,7 @@ class TokenChoice(nn.Module):
         # Return the input (n, T, P) of the output embeddings, which then run at no position.
         language_model = causal_language_model(self.model)
         without_cache = {**inputs, "use_cache": False}
-        if "use_cache" in inspect.signature(language_model.forward).parameters and takes_keywords(
-            self.model, without_cache
-        ):
+        if "use_cache" in inspect.signature(language_model.forward).parameters and takes(self.model, (), without_cache):
             inputs = without_cache
         thread = threading.get_ident()
         features: list[Tensor] = []
