@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from molaplace.errors import OptionError
 from molaplace.fingerprints import digest, sampled
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Head
+from molaplace.network import Head, StateChecksums
 from molaplace.structures import Structure
 from molaplace.structures.base import Curvature, Spread
 from molaplace.structures.distance import ClassDistance
@@ -32,18 +32,23 @@ class LastLayer:
     curvature: Curvature
     distance: ClassDistance | None
     """Distances from the training classes, or None if they were not computed during the fit."""
+    checksums: StateChecksums
+    """Checksums of all weights of the network during the fit."""
 
     @staticmethod
-    def from_sums(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
+    def from_sums(
+        structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood, checksums: StateChecksums
+    ) -> LastLayer:
         """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
         curvature = structure.solve(likelihood.sums_at_noise(sums))
-        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(sums))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(sums), checksums)
 
     def with_sums(self, sums: Sums, likelihood: Likelihood) -> LastLayer:
         """Return the approximation computed from other sums, on the CPU."""
         curvature = self.structure.solve(likelihood.sums_at_noise(sums))
-        return LastLayer(self.structure, sums, self.weights.cpu(), curvature, ClassDistance.from_sums(sums))
+        distance = ClassDistance.from_sums(sums)
+        return replace(self, sums=sums, weights=self.weights.cpu(), curvature=curvature, distance=distance)
 
     def to(self, device: torch.device) -> LastLayer:
         """Return the same approximation on another device."""

@@ -23,6 +23,7 @@ from molaplace.network import (
     as_rows,
     captured_arrays,
     head_by_name,
+    state_checksums,
     with_labels,
 )
 from molaplace.options import counted
@@ -131,7 +132,8 @@ def fit_features(
             add_batch(done, batch, layers, structure, likelihood, distances=distances)
         totals = finished_sums(done, layers, team, WHERE)
         components = [
-            make_component(structure, likelihood, *parts) for parts in zip(networks, layers, totals, strict=True)
+            make_component(structure, likelihood, *parts)
+            for parts in zip(networks, layers, totals, state_checksums(networks), strict=True)
         ]
     warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)

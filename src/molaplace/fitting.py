@@ -22,6 +22,7 @@ from molaplace.network import (
     Head,
     LogitsOf,
     Positions,
+    StateChecksums,
     TokenChoice,
     as_batch,
     batch_count,
@@ -33,6 +34,7 @@ from molaplace.network import (
     find_heads,
     head_by_name,
     peek,
+    state_checksums,
     token_ids,
     unwrapped,
 )
@@ -244,9 +246,11 @@ def fit(
         heads, batches = _heads_and_batches(models, names, train_loader, likelihood, team)
         heads = [replace(head, ignore_index=ignore_index, positions=positions) for head in heads]
         check_size(structure, [head.width for head in heads], heads[0].outputs)
+        checksums = state_checksums(models)
         totals = read_sums(
             models,
             heads,
+            checksums,
             batches,
             structure,
             likelihood,
@@ -259,7 +263,7 @@ def fit(
         )
         components = [
             make_component(structure, likelihood, *network_parts)
-            for network_parts in zip(models, heads, totals, strict=True)
+            for network_parts in zip(models, heads, totals, checksums, strict=True)
         ]
     warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)
@@ -304,11 +308,16 @@ def _heads_and_batches(
 
 
 def make_component(
-    structure: Structure, likelihood: Likelihood, network: nn.Module, head: Head, sums: Sums
+    structure: Structure,
+    likelihood: Likelihood,
+    network: nn.Module,
+    head: Head,
+    sums: Sums,
+    checksums: StateChecksums,
 ) -> Component:
     """Build the component for one network from its sums. In regression, the noise is estimated from them unless it is given."""
     fitted = likelihood.fitted(sums)
-    return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted), fitted)
+    return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted, checksums), fitted)
 
 
 def ensemble(

@@ -29,13 +29,23 @@ from torch import Tensor, nn
 
 from molaplace.component import Component, per_component
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, warned
+from molaplace.errors import DataError, MolaError, OptionError, warned
 from molaplace.fingerprints import digest
 from molaplace.function import PosteriorFunction, drawn_from
 from molaplace.joint import JointPrediction
 from molaplace.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
 from molaplace.links import PROBIT, Link, as_link
-from molaplace.network import Captured, Inputs, Rows, capture, evaluating, one_batch
+from molaplace.network import (
+    Captured,
+    Inputs,
+    Rows,
+    capture,
+    changed_part,
+    evaluating,
+    one_batch,
+    state_checksums,
+    state_of,
+)
 from molaplace.numerics import check_generator, seed_from
 from molaplace.options import counted, whole_number
 from molaplace.prediction import Prediction, RegressionPrediction
@@ -205,6 +215,33 @@ class LaplaceMixture(Predictor):
         lines.append(f"  prior precision: {_listed(self.prior_precision)}")
         lines += [f"  {name.replace('_', ' ')}: {value:.4g}" for name, value in self.settings.changed().items()]
         return "\n".join([*lines, f"  weights: {weights}", ")"])
+
+    def check_weights(self, kind: type[MolaError] = OptionError) -> None:
+        """Raise an error of this kind if any weights of the networks have changed since the fit. All weights are read."""
+        layers = [component.layer for component in self.components]
+        if None in layers:
+            return
+        with evaluating(*self.networks):
+            current = state_checksums(self.networks)
+        for index, (network, checksums, layer) in enumerate(zip(self.networks, current, layers, strict=True)):
+            assert layer is not None
+            if checksums != layer.checksums:
+                changed, unchanged = changed_part(network, checksums, layer.checksums)
+                raise kind(
+                    f"{changed} have changed since the posterior was fitted{unchanged}. Its curvature and its settings belong to the old "
+                    f"weights. Restore them, or fit again.",
+                    place=f"networks[{index}]",
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A conversion to another precision, such as `half()`, rounds the weights, and the posterior remembers the rounded ones.
+        types = [tensor.dtype for network in self.networks for tensor in state_of(network).values()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if types != [tensor.dtype for network in self.networks for tensor in state_of(network).values()]:
+            for component, checksums in zip(self.components, state_checksums(self.networks), strict=True):
+                if component.layer is not None:
+                    component.layer = replace(component.layer, checksums=checksums)
+        return self
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of this module only. The networks keep their own modes, but always predict in evaluation mode."""

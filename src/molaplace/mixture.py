@@ -65,6 +65,12 @@ class Mixture(Predictor):
         """Return probabilities (n, C) or, for regression, means (n, D). Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
+    def check_weights(self) -> None:
+        """Raise `OptionError` if a member is known to belong to other weights than its networks now have."""
+        for member in self.predictors:
+            if isinstance(member, Predictor):
+                member.check_weights()
+
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
         def call_member(member: Callable[..., Any]) -> Any:
             if seed is None or not isinstance(member, Predictor):

@@ -16,7 +16,7 @@ from torch import Tensor
 from molaplace.component import Component, LastLayer
 from molaplace.distributed import Team, check_sampler
 from molaplace.errors import DataError, OptionError
-from molaplace.network import Head, batch_count, check_loader, evaluating, state_checksums
+from molaplace.network import Head, batch_count, check_loader, evaluating
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving.fit_checkpoint import FitCheckpoint
@@ -93,15 +93,11 @@ def _sums_over(
     heads = [component.head for component in posterior.components if component.head is not None]
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
     with torch.inference_mode(False), torch.no_grad(), evaluating(*posterior.networks):
-        for index, (head, layer) in enumerate(zip(heads, layers, strict=True)):
-            if not torch.equal(posterior.likelihood.uncertain(head.weights()), layer.weights.cpu()):
-                raise OptionError(
-                    f"networks[{index}]: the weights of head {head.name!r} have changed since the posterior was fitted. Fit again, "
-                    f"because sums over different features cannot be added."
-                )
+        posterior.check_weights()  # sums over different features cannot be added
         sums = read_sums(
             posterior.networks,
             heads,
+            [layer.checksums for layer in layers],
             iter(loader),
             layers[0].structure,
             posterior.likelihood.as_specified(),
@@ -156,14 +152,7 @@ def _check_mergeable(first: MoLA, second: MoLA) -> None:
             f"{counted(len(second.components), 'network')}."
         )
     pairs = zip(_additive_layers(first), _additive_layers(second), strict=True)
-    networks = {
-        id(network): network
-        for pair in zip(first.networks, second.networks, strict=True)
-        if pair[0] is not pair[1]
-        for network in pair
-    }
     with evaluating(*first.networks, *second.networks):
-        checksums = dict(zip(networks, state_checksums(networks.values()), strict=True))
         for index, ((layer, other_layer), component, other) in enumerate(
             zip(pairs, first.components, second.components, strict=True)
         ):
@@ -176,9 +165,7 @@ def _check_mergeable(first: MoLA, second: MoLA) -> None:
                 difference = (
                     f"last layer or its options ({_head_options(component.head)} and {_head_options(other.head)})"
                 )
-            elif not torch.equal(layer.weights.cpu(), other_layer.weights.cpu()) or (
-                checksums.get(id(component.network)) != checksums.get(id(other.network))
-            ):
+            elif layer.checksums != other_layer.checksums:
                 difference = "weights"
             elif layer.sums.tensors.keys() != other_layer.sums.tensors.keys():
                 difference = "option 'distances', or only one of them has labels"

@@ -39,6 +39,9 @@ class Predictor(nn.Module, ABC):
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or means (n, D) for one batch."""
 
+    def check_weights(self) -> None:
+        """Raise `OptionError` if the predictor is known to belong to other weights than its networks now have."""
+
     @abstractmethod
     def predict_batch(self, inputs: Inputs, seed: int | None = None) -> Any:
         """Predict one batch; links that draw samples use `seed`."""

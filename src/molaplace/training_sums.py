@@ -14,7 +14,7 @@ from torch import nn
 from molaplace.distributed import Team
 from molaplace.errors import DataError, warn
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Captured, Head, state_checksums, stream
+from molaplace.network import Captured, Head, StateChecksums, stream
 from molaplace.numerics import float64_device
 from molaplace.options import listed
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
@@ -26,6 +26,7 @@ from molaplace.sums import Sums
 def read_sums(
     networks: Sequence[nn.Module],
     heads: Sequence[Head],
+    checksums: Sequence[StateChecksums],
     batches: Iterator[Any],
     structure: Structure,
     likelihood: Likelihood,
@@ -41,11 +42,10 @@ def read_sums(
 
     Call this function inside `evaluating(*networks)`. Remove the checkpoints when the sums are no longer needed.
     """
-    needs_checksums = checkpoints.folder is not None or team.size > 1
     positions = heads[0].positions
     ignore_index = heads[0].ignore_index
     identity = {
-        "networks": [list(checksums) for checksums in state_checksums(networks)] if needs_checksums else [],
+        "networks": [list(parts) for parts in checksums],
         "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": {"name": likelihood.name, **likelihood.settings()},

@@ -249,6 +249,68 @@ def test_replaced_tensors_are_refused(name, value, tmp_path):
         load_posterior(tmp_path, networks)
 
 
+@pytest.mark.parametrize("fitted", ["last layer", "loaded", "features", "whole", "tuned", "with new data"])
+def test_a_posterior_remembers_the_weights_that_it_was_fitted_to(tmp_path, fitted):
+    """Weights edited in place after the fit: neither a file nor a watch accepts them, whichever layer they belong to."""
+    networks = [plain(seed) for seed in range(2)]
+    loader = [(X, Y)]
+    posterior = mola.whole.fit(networks, loader) if fitted == "whole" else mola.fit(networks, loader, progress=False)
+    if fitted == "loaded":
+        posterior = mola.load(posterior.save(tmp_path / "first"), networks)
+    elif fitted == "features":
+        features = [network[:2](X).detach() for network in networks]
+        outputs = [network(X).detach() for network in networks]
+        posterior = mola.fit_features(features, outputs, Y, [network[2] for network in networks])
+        networks = list(posterior.networks)
+    elif fitted == "tuned":
+        posterior = posterior.with_prior_precision(2.0).reweight(loader)
+    elif fitted == "with new data":
+        posterior = posterior.add(loader).without(loader)
+    folder = posterior.save(tmp_path / "posterior")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    parameter = next(networks[1].parameters())
+    original = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.view(-1)[-1].mul_(1.001)
+    words = r"networks\[1\]: the weights have changed since the posterior was fitted"
+    with pytest.raises(StorageError, match=words):
+        posterior.save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    inputs = [(tuple(features), Y)] if fitted == "features" else loader
+    for predictor in (posterior, mola.Mixture([posterior, posterior])):
+        with pytest.raises(OptionError, match=words):
+            mola.watch(predictor, inputs)
+    if fitted not in ("whole", "features"):
+        for change in (posterior.add, posterior.without):
+            with pytest.raises(OptionError, match=words):
+                change(loader)
+    with torch.no_grad():
+        parameter.copy_(original)
+    posterior.save(folder)
+    assert mola.watch(posterior, inputs).count == 0
+
+
+def test_posteriors_are_added_if_they_were_fitted_to_the_same_weights():
+    """What counts is the weights during the fit: they may have changed in between."""
+    network = plain()
+    first = mola.fit(network, [(X[:12], Y[:12])], progress=False)
+    with torch.no_grad():
+        network[0].weight.mul_(1.5)
+    second = mola.fit(network, [(X[12:], Y[12:])], progress=False)
+    with pytest.raises(OptionError, match="differ in their weights"):
+        first + second
+
+
+def test_a_posterior_converted_to_another_precision_remembers_the_rounded_weights():
+    network = plain()
+    posterior = mola.fit(network, [(X, Y)], progress=False).float()
+    assert mola.watch(posterior, [(X.float(), Y)]).count == 0
+    with torch.no_grad():
+        network[0].weight.mul_(1.5)
+    with pytest.raises(OptionError, match="have changed"):
+        mola.watch(posterior, [(X.float(), Y)])
+
+
 def test_a_head_that_was_trained_on_is_not_saved(tmp_path):
     network = nn.Linear(3, 2)
     inputs = torch.randn(40, 3)

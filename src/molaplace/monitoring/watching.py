@@ -403,4 +403,5 @@ def watch(
             argument="posterior",
         )
     options = WatchOptions(alpha, tolerance, recent, window, seed)
+    posterior.check_weights()
     return Watch.of(Baseline.read(posterior, val_loader), options, name)

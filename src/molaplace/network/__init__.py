@@ -18,6 +18,7 @@ from molaplace.network.calling import (
     peek,
     run,
     state_checksum,
+    state_of,
     unwrapped,
     without_autocast,
 )
@@ -36,7 +37,7 @@ from molaplace.network.head import Head, find_head, head_by_name
 from molaplace.network.next_tokens import check_positions_labelled, labels_of_logits
 from molaplace.network.resized import Resized
 from molaplace.network.token_choice import TokenChoice, token_ids
-from molaplace.network.views import StateChecksums, adapters, parts_of, state_checksums
+from molaplace.network.views import StateChecksums, adapters, changed_part, state_checksums
 
 __all__ = [
     "IGNORE_INDEX",
@@ -63,6 +64,7 @@ __all__ = [
     "call",
     "capture",
     "captured_arrays",
+    "changed_part",
     "check_finite",
     "check_loader",
     "check_logits",
@@ -77,11 +79,11 @@ __all__ = [
     "labels_of_logits",
     "named_batches",
     "one_batch",
-    "parts_of",
     "peek",
     "run",
     "state_checksum",
     "state_checksums",
+    "state_of",
     "stream",
     "token_ids",
     "unwrapped",

@@ -257,6 +257,18 @@ def state_checksums(networks: Iterable[nn.Module]) -> list[StateChecksums]:
     ]
 
 
+def changed_part(network: nn.Module, current: StateChecksums, expected: StateChecksums) -> tuple[str, str]:
+    """Return which weights of a network differ, as the subject of a sentence, and the clause that names an unchanged part or is empty."""
+    parts = parts_of(unwrapped(network))
+    if expected.adapter is None or current.adapter is None:
+        return "the weights", ""
+    if current.network == expected.network:
+        return f"the weights of the {parts.rest}", f"; those of the {parts.shared} are the same"
+    if current.adapter == expected.adapter:
+        return f"the weights of the {parts.shared}", f"; those of the {parts.rest} are the same"
+    return f"the weights of the {parts.shared} and of the {parts.rest}", ""
+
+
 def _identity(state: Mapping[str, Tensor]) -> object:
     # Return the names and the memory of the tensors, which tell that two states are the same without reading them.
     return tuple(

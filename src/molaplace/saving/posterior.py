@@ -18,12 +18,11 @@ from molaplace.links import LINKS, Link
 from molaplace.network import (
     StateChecksums,
     TokenChoice,
+    changed_part,
     check_positions,
     evaluating,
     head_by_name,
-    parts_of,
     state_checksums,
-    unwrapped,
 )
 from molaplace.options import counted
 from molaplace.posterior import MoLA
@@ -109,10 +108,10 @@ def pack_components(
         "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
         "stale": posterior.stale,
     }
+    posterior.check_weights(StorageError)
     with evaluating(*posterior.networks):
-        checksums = state_checksums(posterior.networks)
         parts = [
-            {**checksums[index]._asdict(), "tokens": _tokens_of(component.network)}
+            {**layers[index].checksums._asdict(), "tokens": _tokens_of(component.network)}
             | entry_of(index, component, layers[index])
             | entries[index]
             for index, component in enumerate(posterior.components)
@@ -139,7 +138,8 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
                 positions = saved["positions"]
                 options["positions"] = check_positions(int(positions) if positions.isdigit() else positions)
                 head = replace(head_by_name(network, saved["name"]), **options)
-                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood)
+                checksums = StateChecksums(parts[index]["network"], parts[index]["adapter"])
+                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood, checksums)
                 components.append(Component(network, head, layer, likelihood))
         return MoLA(components, **unpack_mixture(document, len(components)))
     except StorageError:
@@ -217,24 +217,12 @@ def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, A
     for index, (checksums, expected) in enumerate(zip(current, saved, strict=True)):
         if checksums != expected:
             hint = f" networks[{current.index(expected)}] has the saved weights." if expected in current else ""
+            changed, unchanged = changed_part(networks[index], checksums, expected)
             raise StorageError(
-                f"{_difference(networks[index], checksums, expected)}.{hint} {remedy}",
+                f"{changed} differ from the saved weights in their names, shapes, precision or values{unchanged}.{hint} {remedy}",
                 place=f"networks[{index}]",
             )
 
 
 def _tokens_of(network: nn.Module) -> list[int] | None:
     return network.tokens.tolist() if isinstance(network, TokenChoice) else None
-
-
-def _difference(network: nn.Module, current: StateChecksums, saved: StateChecksums) -> str:
-    # Return which of the two parts of a network differs, or that the network does if it has no parts.
-    parts = parts_of(unwrapped(network))
-    differ = "differ from the saved weights in their names, shapes, precision or values"
-    if saved.adapter is None or current.adapter is None:
-        return f"the weights {differ}"
-    if current.network == saved.network:
-        return f"the weights of the {parts.rest} {differ}; those of the {parts.shared} are the same"
-    if current.adapter == saved.adapter:
-        return f"the weights of the {parts.shared} {differ}; those of the {parts.rest} are the same"
-    return f"the weights of the {parts.shared} and of the {parts.rest} {differ}"

@@ -14,6 +14,7 @@ from molaplace.component import Component, LastLayer
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import as_networks
 from molaplace.likelihoods import CATEGORICAL
+from molaplace.network import StateChecksums
 from molaplace.options import one_of
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SUMS, unpack_sums
@@ -84,7 +85,8 @@ def _component(
     if chosen is not None:
         layout = replace(layout, chosen=_checked_indices(chosen, layout.total))
     structure = WholeStructure(layout, entry["outputs"], one_of(structure_name, NAMES, "structure"))
-    component = make_component(network, structure, sums, CATEGORICAL)
+    checksums = StateChecksums(entry["network"], entry["adapter"])
+    component = make_component(network, structure, sums, CATEGORICAL, checksums)
     layer: Any = component.require_layer("loading")
     if layer.curvature.values.shape != layer.weights.shape:
         raise StorageError(

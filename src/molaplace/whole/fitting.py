@@ -114,8 +114,9 @@ def fit(
         total = batch_count(train_loader)
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         layouts, classes = _layouts(models, inputs, factored=name == "kron")
+        checksums = state_checksums(models)
         identity = {
-            "networks": [list(checksums) for checksums in state_checksums(models)] if team.size > 1 else [],
+            "networks": [list(parts) for parts in checksums],
             "layouts": [asdict(layout) for layout in layouts],
             "structure": [name, subnetwork],
         }
@@ -134,8 +135,10 @@ def fit(
                 structures.append(WholeStructure(replace(layout, chosen=chosen), classes, "subnetwork"))
             batches = train_loader
         totals = _sum_up(models, structures, batches, total, team, progress=progress)
-        triples = zip(models, structures, totals, strict=True)
-        components = [make_component(network, structure, sums, likelihood) for network, structure, sums in triples]
+        components = [
+            make_component(network, structure, sums, likelihood, parts)
+            for network, structure, sums, parts in zip(models, structures, totals, checksums, strict=True)
+        ]
     posterior = WholeMoLA(components, settings, link=link, weights=weighting)
     if val_loader is None and rule is None:
         return posterior

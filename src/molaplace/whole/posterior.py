@@ -23,6 +23,7 @@ from molaplace.network import (
     Captured,
     Inputs,
     Rows,
+    StateChecksums,
     as_batch,
     check_loader,
     evaluating,
@@ -42,9 +43,11 @@ def structure_of(component: Component) -> WholeStructure:
     return layer.structure
 
 
-def make_component(network: nn.Module, structure: WholeStructure, sums: Sums, likelihood: Likelihood) -> Component:
+def make_component(
+    network: nn.Module, structure: WholeStructure, sums: Sums, likelihood: Likelihood, checksums: StateChecksums
+) -> Component:
     """Build the component for one network from its curvature sums."""
-    layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
+    layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None, checksums)
     return Component(network, None, layer, likelihood)
 
 
