@@ -261,6 +261,11 @@ def test_logits_are_picked_from_any_output():
     network = Scores(5, 3).double()
     assert call(LogitsOf(network, pick), {"input": X}).shape == (6, 3)
     assert state_checksum(LogitsOf(network, pick)) == state_checksum(network)
+    with pytest.raises(DataError, match="Scores failed on inputs"):
+        call(LogitsOf(network, pick), {"input": X[:, :3]})
+    body = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    posterior = mola.fit(body, [(X, Y)], logits=lambda output: output, head="1")
+    assert posterior.components[0].head.name == "1"
     for logits in ("scores", [pick, pick]):
         with pytest.raises(OptionError, match="logits"):
             mola.ensemble(network, logits=logits)

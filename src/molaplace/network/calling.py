@@ -199,13 +199,12 @@ class LogitsOf(nn.Module):
 
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
-        # The attribute is named as in torch.compile, because `_orig_mod.` is removed from layer names and checksums.
-        self._orig_mod = network
+        self.network = network
         self.logits: Callable[[Any], Any] = logits
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the logits."""
-        return self.logits(self._orig_mod(*arguments, **keywords))
+        return self.logits(self.network(*arguments, **keywords))
 
 
 class Branch(nn.Module):
@@ -271,16 +270,24 @@ def trunks_run_once() -> Iterator[None]:
 
 def unwrapped(network: nn.Module) -> nn.Module:
     """Return the network without any `torch.compile` wrapper, so that hooks on its layers run. It then runs without compilation."""
-    while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
+    while isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
+    return network
+
+
+def bare(network: nn.Module) -> nn.Module:
+    """Return the user's network, whose names its layers and tensors have: without torch.compile and `LogitsOf`."""
+    network = unwrapped(network)
+    while isinstance(network, LogitsOf):
+        network = unwrapped(network.network)
     return network
 
 
 def signature_of(network: nn.Module) -> inspect.Signature:
     """Return the signature of the network's `forward` method."""
-    network = unwrapped(network)
-    while isinstance(network, (LogitsOf, Branch)):
-        network = unwrapped(network._orig_mod if isinstance(network, LogitsOf) else network.trunk)
+    network = bare(network)
+    while isinstance(network, Branch):
+        network = bare(network.trunk)
     return inspect.signature(network.forward)
 
 
@@ -292,7 +299,7 @@ def _check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: st
         keys = [key for key in ("label", "label_ids") if key in batch.inputs] or _ignored_keys(network, batch.inputs)
         if keys:
             raise DataError(
-                f"the mapping has no {LABELS!r}, and {type(unwrapped(network)).__name__} would ignore its key {keys[0]!r}. Rename the key "
+                f"the mapping has no {LABELS!r}, and {type(bare(network)).__name__} would ignore its key {keys[0]!r}. Rename the key "
                 f"if it holds the labels, as DataCollatorWithPadding of transformers does with 'label'. Otherwise, remove it.",
                 place=batch_name,
             )
@@ -325,7 +332,7 @@ def check_network(network: nn.Module) -> None:
     """Raise `DataError` if any of the network's parameters is lazy or on the meta device."""
     if not any(is_lazy(parameter) or parameter.is_meta for parameter in network.parameters()):
         return
-    kind = type(unwrapped(network)).__name__
+    kind = type(bare(network)).__name__
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
@@ -340,7 +347,7 @@ def check_network(network: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or tensor without the prefixes `_orig_mod.` that torch.compile and `LogitsOf` add."""
+    """Return the name of a module or tensor without the prefixes `_orig_mod.` that torch.compile adds."""
     return f"{name}.".replace("_orig_mod.", "").strip(".")
 
 
@@ -348,7 +355,7 @@ def state_of(network: nn.Module) -> dict[str, Tensor]:
     """Return all tensors in a network's state dict, keyed and sorted by name."""
     check_network(network)
     with undisturbed(network):
-        state = unwrapped(network).state_dict()
+        state = bare(network).state_dict()
     # Skip the extra state of a module, which may be any object.
     return {plain_name(name): value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
 
@@ -441,7 +448,9 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     except (MolaError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        failed = f"{type(network).__name__} failed on inputs of {_describe(inputs)}{_failed_layer(network, error)}"
+        failed = (
+            f"{type(bare(network)).__name__} failed on inputs of {_describe(inputs)}{_failed_layer(network, error)}"
+        )
         misfit = _misfit(network, inputs)
         remedy = misfit or _reading(network, inputs)
         if not misfit and not _raised_by_torch(error):
@@ -491,7 +500,7 @@ def _raised_by_torch(error: Exception) -> bool:
 
 def _failed_layer(network: nn.Module, error: Exception) -> str:
     # Return the innermost module of the network that was running, as in ", in its layer 'body.0'"; empty if it is the network itself.
-    names = {id(module): plain_name(name) for name, module in network.named_modules()}
+    names = {id(module): plain_name(name) for name, module in bare(network).named_modules()}
     running = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     layer = next((name for name in reversed(running) if name), "")
     return f", in its layer {layer!r}" if layer else ""

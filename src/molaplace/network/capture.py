@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, named_batches, run, trunks_run_once, unwrapped
+from molaplace.network.calling import Inputs, bare, named_batches, run, trunks_run_once
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.network.next_tokens import labels_of_logits
@@ -237,7 +237,7 @@ def find_heads(
     """
     heads = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
-        with located(f"networks[{index}] ({type(unwrapped(network)).__name__})"):
+        with located(f"networks[{index}] ({type(bare(network)).__name__})"):
             heads.append(find_head(network, inputs, name, likelihood))
     outputs = [head.outputs for head in heads]
     axes = [head.dense_axes for head in heads]

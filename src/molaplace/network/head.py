@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from molaplace.errors import HeadError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
-from molaplace.network.calling import Inputs, call, plain_name, run, unwrapped, without_autocast
+from molaplace.network.calling import Inputs, bare, call, plain_name, run, unwrapped, without_autocast
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions
 from molaplace.numerics import to_float64
 
@@ -165,7 +165,7 @@ class _Call:
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
-    modules = unwrapped(network).named_modules(remove_duplicate=False)
+    modules = bare(network).named_modules(remove_duplicate=False)
     return {plain_name(name): module for name, module in modules}
 
 

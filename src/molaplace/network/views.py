@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.network.calling import Branch, checksum_of, plain_name, state_of, unwrapped
+from molaplace.network.calling import Branch, bare, checksum_of, plain_name, state_of, unwrapped
 from molaplace.network.token_choice import TokenChoice
 from molaplace.options import did_you_mean
 
@@ -259,7 +259,7 @@ def state_checksums(networks: Iterable[nn.Module]) -> list[StateChecksums]:
 
 def changed_part(network: nn.Module, current: StateChecksums, expected: StateChecksums) -> tuple[str, str]:
     """Return which weights of a network differ, as the subject of a sentence, and the clause that names an unchanged part or is empty."""
-    parts = parts_of(unwrapped(network))
+    parts = parts_of(bare(network))
     if expected.adapter is None or current.adapter is None:
         return "the weights", ""
     if current.network == expected.network:
@@ -283,7 +283,7 @@ def _divided_state(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Ten
     # Return the states of the backbone and of the adapter, or of the trunk and of the head. Other networks have only the first.
     state = state_of(network)
     shared_modules: dict[str, tuple[str, ...]] = {}
-    for module_name, module in unwrapped(network).named_modules(remove_duplicate=False):
+    for module_name, module in bare(network).named_modules(remove_duplicate=False):
         name = plain_name(module_name)
         if hasattr(module, "adapter_layer_names") or type(module) in PARTS:
             shared_modules[name] = parts_of(module).modules
