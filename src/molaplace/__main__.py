@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from typing import TextIO
@@ -12,6 +13,7 @@ from molaplace.errors import MolaError, MolaWarning
 def main() -> None:
     """Run the `molaplace` command; on an expected error, print a one-line message to stderr and exit with code 1."""
     warnings.showwarning = _show_warning
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that temporary files are removed
     try:
         from molaplace.cli import app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def mola_command(monkeypatch, capsys):
         # The functions that a posterior's folder names are the tests' own.
         words = ["--trust"] if trust and arguments[0] in ("predict", "evaluate", "export") else []
         monkeypatch.setattr("sys.argv", ["molaplace", *map(str, arguments), *words])
+        handler = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit) as stop:
             main()
+        signal.signal(signal.SIGTERM, handler)
         captured = capsys.readouterr()
         return stop.value.code or 0, captured.out, captured.err
 

@@ -6,6 +6,9 @@ import csv
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -248,6 +251,27 @@ def test_a_file_appears_when_it_is_complete(workspace, fitted, tmp_path, ending,
     code, _, message = mola_command(*arguments)
     assert code == INTERRUPTED
     assert "stopped" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+TERMINATED = """
+import os
+import signal
+from MODULE import batches
+
+
+def data():
+    yield batches("train")[0]
+    os.kill(os.getpid(), signal.SIGTERM)
+    yield batches("train")[1]
+"""
+
+
+def test_a_process_that_is_terminated_removes_its_unfinished_file(workspace, fitted, tmp_path):
+    (workspace.root / "terminated.py").write_text(TERMINATED.replace("MODULE", workspace.module))
+    command = [sys.executable, "-m", "molaplace", "predict", fitted.folder, "terminated:data", "--trust"]
+    outcome = subprocess.run([*command, "-o", tmp_path / "out.csv"], cwd=workspace.root, check=False)
+    assert outcome.returncode == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 
