@@ -3,6 +3,7 @@
 No code from a folder or from the hub is ever run. A folder contains:
 
 config.json                     class names, and the type and precision of each network; written last
+.molaplace.json                 names and checksums of these files; no other file of the folder or repository is ever replaced
 networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json
 posterior/                      as written by `posterior.save`, with a checksum of each network's weights
 tokenizer/, processor/          the objects that prepare texts and images, if given
@@ -11,11 +12,13 @@ README.md                       the model card, written by `huggingface_hub`
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,8 +30,8 @@ from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
 from molaplace.network import TokenChoice
 from molaplace.posterior import MoLA
-from molaplace.saving.files import replacing
-from molaplace.saving.posterior import load_posterior
+from molaplace.saving.files import LOCK, MARKER, Marker, replacing, write_document
+from molaplace.saving.posterior import load_posterior, pack
 from molaplace.saving.pretrained import load_pretrained, read_config
 from molaplace.saving.schema import Optional, check
 from molaplace.saving.weights import load_weights, save_weights
@@ -39,6 +42,7 @@ CONFIG = "config.json"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 FOLDERS = ("networks", "posterior", "tokenizer", "processor")
+KIND = "model for the hub"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's task names, keyed by the suffix of a transformers network's class name."""
@@ -59,9 +63,12 @@ def save(
     tokenizer: Any = None,
     processor: Any = None,
     name: str | None = None,
+    overwrite: bool = False,
     **card: Any,
 ) -> Path:
     """Write a posterior, its networks and a model card to a folder. An older model in the folder is replaced when all is written.
+
+    Files that molaplace did not write, or that were changed since, are never replaced or removed.
 
     Args:
         posterior: the posterior from `mola.fit`.
@@ -71,10 +78,11 @@ def save(
         tokenizer: any object that prepares texts and has a `save_pretrained` method; it is saved in the folder.
         processor: any object that prepares images and has a `save_pretrained` method; it is saved in the folder.
         name: name of the model on the card, such as "user/name"; by default, the name of the folder.
+        overwrite: whether to write even if the folder contains other files but no model; see `MoLA.save`.
         card: fields of `huggingface_hub.ModelCardData`, such as license="mit", tags=["insects"] and pipeline_tag="tabular-classification".
 
     Returns:
-        The path of the folder. `StorageError` is raised if the folder contains a model from another library.
+        The path of the folder. `StorageError` is raised if the folder contains other files.
     """
     if type(posterior) is not MoLA or posterior.structure is None:
         raise OptionError(
@@ -92,15 +100,13 @@ def save(
         )
     outputs = _class_names(posterior, classes)
     target = Path(folder).resolve()
-    if (target / CONFIG).exists():
-        _read_config(target)  # raises StorageError for a folder written by another library
-    with replacing(target, CONFIG, FOLDERS) as new:
+    with replacing(target, KIND, (CONFIG,), overwrite=overwrite) as new:
         networks = [
             _save_network(network, new / "networks" / str(index)) for index, network in enumerate(posterior.networks)
         ]
         for role, helper in helpers.items():
             helper.save_pretrained(new / role)
-        posterior.save(new / "posterior")
+        write_document(new / "posterior", *pack(posterior))
         needs_build = not all(network["from_pretrained"] for network in networks)
         kind = type(posterior.networks[0]).__name__
         task = card.get("pipeline_tag", next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None))
@@ -112,30 +118,65 @@ def save(
     return target
 
 
-def push(posterior: MoLA, repository: str, *, private: bool | None = None, **options: Any) -> str:
+def push(
+    posterior: MoLA, repository: str, *, private: bool | None = None, overwrite: bool = False, **options: Any
+) -> str:
     """Upload a posterior, its networks and a model card to the Hugging Face hub, as the user who is logged in.
+
+    An older model in the repository is replaced. Files that molaplace did not write, or that were changed since, such as a card that was
+    edited on the hub, are never replaced or removed.
 
     Args:
         posterior: the posterior from `mola.fit`.
         repository: name of the repository, such as "user/name"; it is created if it does not exist.
         private: whether a new repository is private; by default, the setting of the account.
+        overwrite: whether to upload even if the repository contains other files but no model from molaplace.
         options: arguments of `save`, such as `classes`, `evaluation` and `license`.
 
     Returns:
-        The address of the repository.
+        The address of the repository. `StorageError` is raised if the repository contains other files.
     """
     with importing("uploading to the hub", "huggingface_hub", "hub"):
         import huggingface_hub
     with TemporaryDirectory() as temporary:
         folder = save(posterior, Path(temporary) / "model", name=repository, **options)
         address = huggingface_hub.create_repo(repository, private=private, exist_ok=True)
+        revision = huggingface_hub.repo_info(repository).sha
+        new = {name: checksum for name, (checksum,) in Marker.read(folder / MARKER).files.items()}
+        ours = _replaceable(repository, revision, new, overwrite=overwrite)
         huggingface_hub.upload_folder(
             repo_id=repository,
             folder_path=folder,
             commit_message="Upload a posterior with molaplace",
-            delete_patterns=[f"{entry}/*" for entry in FOLDERS],
+            parent_commit=revision,  # fails if the repository has changed since it was checked
+            ignore_patterns=[f"{MARKER}{LOCK}"],
+            delete_patterns=[glob.escape(name) for name in sorted(ours - new.keys())],
         )
     return str(address)
+
+
+def _replaceable(repository: str, revision: str | None, new: Mapping[str, str], *, overwrite: bool) -> set[str]:
+    # Return the files in a repository that may be replaced or deleted; raise StorageError if the new files would replace others.
+    import huggingface_hub
+
+    def content(name: str) -> bytes:
+        return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision)).read_bytes()
+
+    tree = huggingface_hub.list_repo_tree(repository, recursive=True, revision=revision)
+    entries = {entry.path: entry for entry in tree}
+
+    def checksum(name: str) -> str | None:
+        entry = entries.get(name)
+        if isinstance(entry, huggingface_hub.RepoFile):
+            return entry.lfs.sha256 if entry.lfs else hashlib.sha256(content(name)).hexdigest()
+        above = [entries.get(str(parent)) for parent in PurePosixPath(name).parents]
+        blocked = entry is not None or any(isinstance(parent, huggingface_hub.RepoFile) for parent in above)
+        return "" if blocked else None
+
+    before = Marker.parse(content(MARKER), f"{repository}/{MARKER}") if MARKER in entries else Marker()
+    present = {name: checksum(name) for name in (*before.files, *new)}
+    visible = sorted(path for path in entries if not path.startswith("."))
+    return before.replaceable(repository, KIND, present, new, visible=visible, overwrite=overwrite)
 
 
 def load(

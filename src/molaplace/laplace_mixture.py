@@ -681,7 +681,7 @@ class LaplaceMixture(Predictor):
     # --- files ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
         """Save everything except the networks to a folder, and return the folder."""
 
 

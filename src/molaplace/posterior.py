@@ -326,16 +326,18 @@ class MoLA(LaplaceMixture):
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
         """Save everything except the networks: sums, settings, weights, link, reference, and a checksum of each network.
 
         Args:
             directory: folder to write to. If the folder already contains a posterior, that posterior remains readable until the new
-                one is complete.
+                one is complete. Files that molaplace did not write are never replaced or removed.
+            overwrite: whether to write even if the folder contains other files but no posterior. The user's files are kept, and anything
+                else that molaplace has saved there is replaced.
 
         Returns:
             The folder, which can be passed to `mola.load(directory, networks)`.
         """
         from molaplace.saving.posterior import save_posterior
 
-        return save_posterior(self, directory)
+        return save_posterior(self, directory, overwrite=overwrite)

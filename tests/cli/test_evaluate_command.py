@@ -103,13 +103,13 @@ def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
             raise KeyboardInterrupt(words)
 
     write("test.npz")
-    (tmp_path / "figures" / "stale.svg").write_text("of an older report")
+    (tmp_path / "figures" / "mine.svg").write_text("the user's")
     old = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(KeyboardInterrupt):
         write("test.npz", progress=stop)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == old
     write("test.npz", "far.npz")
-    assert not (tmp_path / "figures" / "stale.svg").exists()
+    assert (tmp_path / "figures" / "mine.svg").exists()
     assert all((tmp_path / name).read_bytes() != old[tmp_path / name] for name in ("index.html", "numbers.json"))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from molaplace.errors import OptionError
+from molaplace.errors import StorageError
 from molaplace.report.tables import (
     MISSING,
     as_markdown,
@@ -240,5 +240,5 @@ def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     for words in ("MNIST against outliers", "paper: MoLA", "93.1 ± 0.2", "index.html"):
         assert words in printed
-    with pytest.raises(OptionError, match="another output folder"):
+    with pytest.raises(StorageError, match="is a file"):
         write_report(read_suites(results), tmp_path / "index.html")

@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     tried = 0
     refusals = 0
     rng = random.Random(7)
-    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+    for path in sorted(path for path in tmp_path.rglob("[!.]*") if path.is_file()):
         content = path.read_bytes()
         for index, changed in flips(content, rng, 80):
             path.write_bytes(changed)
@@ -108,7 +108,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
 def test_a_file_cut_anywhere_is_refused(kind, tmp_path):
     make, read = KINDS[kind]
     make(tmp_path / "f")
-    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+    for path in sorted(path for path in tmp_path.rglob("[!.]*") if path.is_file()):
         content = path.read_bytes()
         cuts = [content[:length] for length in (*range(0, len(content), 1 + len(content) // 30), len(content) - 1)]
         for changed in [*cuts, content + b"\0", b"\0" + content, content[::-1], bytes(len(content))]:
@@ -153,7 +153,7 @@ def test_documents_that_nobody_would_write_are_refused_in_words(kind, tmp_path):
     """With a checksum that is right, so that the checks behind it hold alone."""
     make, read = KINDS[kind]
     make(tmp_path / "f")
-    (path,) = tmp_path.rglob("*.json")
+    (path,) = tmp_path.rglob("[!.]*.json")
     document = json.loads(path.read_text())
     rng = random.Random(11)
     wrong = []

@@ -17,7 +17,7 @@ from torch import nn
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import fit
 from molaplace.saving import files
-from molaplace.saving.files import kind_of, read_folder, replacing, write_folder
+from molaplace.saving.files import MARKER, kind_of, read_folder, replacing, write_folder
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
 from molaplace.saving.schema import parse, sealed
 from molaplace.saving.weights import load_weights, read_metadata, read_state, save_weights
@@ -31,8 +31,11 @@ OLD = (
 NEW = ({"kind": "swag", "rank": 4}, {"a": torch.ones(2, 2, dtype=torch.float64), "b": torch.tensor([True])})
 
 
+OURS = (MARKER, f"{MARKER}.lock")
+
+
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in OURS}
 
 
 def holds(folder, state):
@@ -68,7 +71,7 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
     before = contents(write_folder(tmp_path / "f", *OLD))
     with pytest.raises(ValueError, match="JSON compliant"):
         write_folder(tmp_path / "f", {"kind": "swag", "rank": float("nan")}, {})
-    with pytest.raises(StorageError, match="contains a saved swag, which cannot be replaced by a mimo"):
+    with pytest.raises(StorageError, match="contains a saved swag but no saved mimo"):
         write_folder(tmp_path / "f", {"kind": "mimo"}, {})
     assert contents(tmp_path / "f") == before
     with pytest.raises(StorageError, match=r"expected a saved posterior.*saved swag"):
@@ -78,8 +81,8 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
 # --- crashes ------------------------------------------------------------------------------------------------------------
 
 STEPS = [(files, "save_tensors", 1), (json, "dumps", 1), (Path, "write_bytes", 1), (Path, "write_bytes", 2)]
-STEPS += [(os, "fsync", 1), (os, "fsync", 2), (Path, "replace", 1), (Path, "replace", 2)]
-STEPS += [(Path, "unlink", call) for call in (1, 2, 3)]
+STEPS += [(os, "fsync", call) for call in (1, 2, 3)] + [(Path, "replace", 1), (Path, "replace", 2)]
+STEPS += [(Path, "unlink", call) for call in (1, 2, 3)] + [(Path, "replace", 3), (os, "fsync", 4)]
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), STEPS, ids=[f"{step[1]} {step[2]}" for step in STEPS])
@@ -98,12 +101,12 @@ def test_a_crash_while_saving_leaves_the_old_state_or_the_new(owner, name, call,
         patch.setattr(owner, name, crash)
         with pytest.raises(KeyboardInterrupt, match="disk full"):
             write_folder(tmp_path, *NEW)
-    if name == "unlink":
+    if name == "unlink" or call == (3 if name == "replace" else 4):
         assert holds(tmp_path, OLD) or holds(tmp_path, NEW)
     else:
         assert holds(tmp_path, OLD)
         assert {key: value for key, value in contents(tmp_path).items() if key in before} == before
-        assert not list(tmp_path.glob(".*"))
+        assert {path.name for path in tmp_path.glob(".*")} <= set(OURS)
     write_folder(tmp_path, *NEW)
     assert holds(tmp_path, NEW)
 
@@ -115,7 +118,7 @@ STATES = (
 
 
 def replace_files(folder, state):
-    with replacing(folder, "page", ("figures", "models")) as new:
+    with replacing(folder, "report", ("page",)) as new:
         for name, text in state.items():
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text(text)
@@ -140,7 +143,7 @@ def test_a_replacement_that_stops_anywhere_leaves_one_state(outcome, tmp_path, m
         assert files.pop("notes") == "the user's"
         outcomes.append(files)
         if outcome == "refused" and not finished:
-            assert files == old
+            assert files in (old, new)
         assert files in (old, new) or "page" not in files
         if finished:
             break
@@ -152,7 +155,7 @@ def test_a_replacement_that_stops_anywhere_leaves_one_state(outcome, tmp_path, m
 def stopped_at(step, action, *, refused=False):
     """Run an action in a process that is killed at its given change of the file system, or to which this change is refused.
 
-    Returns True if the action was finished.
+    Returns True if the action was finished before this change.
     """
 
     def run():
@@ -169,9 +172,9 @@ def stopped_at(step, action, *, refused=False):
         sys.addaudithook(watch)
         try:
             action()
-        except PermissionError:
+        except StorageError:
             os._exit(9)
-        os._exit(0)
+        os._exit(0 if len(changes) <= step else 9)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -220,7 +223,7 @@ def test_readers_and_writers_of_one_folder_do_not_disturb_each_other(tmp_path):
     read_folder(tmp_path, "swag")
 
 
-def test_saving_removes_only_files_that_it_could_have_written(tmp_path):
+def test_a_document_cannot_name_a_file_of_the_user(tmp_path):
     folder = write_folder(tmp_path / "f", *OLD)
     (folder / "thesis.pdf").write_text("mine")
     path = folder / "posterior.json"
@@ -228,6 +231,9 @@ def test_saving_removes_only_files_that_it_could_have_written(tmp_path):
     path.write_text(json.dumps(sealed({**document, "tensors": {**document["tensors"], "file": "thesis.pdf"}})))
     with pytest.raises(StorageError, match=r"thesis\.pdf"):
         read_folder(folder, "swag")
+    with pytest.raises(StorageError, match=r"posterior\.json.*changed since"):
+        write_folder(folder, *NEW)
+    path.unlink()
     write_folder(folder, *NEW)
     assert (folder / "thesis.pdf").read_text() == "mine"
     assert holds(folder, NEW)

@@ -8,13 +8,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.options import check_report_folder, option
+from molaplace.cli.options import FolderOptions, check_writable, option
 from molaplace.cli.terminal import showing_progress
-from molaplace.demo.report import demo_headlines, write_demo
+from molaplace.demo.report import DEMO, demo_headlines, write_demo
 from molaplace.demo.run import DemoSettings, run_demo
 from molaplace.progress import part
 from molaplace.report.comparison_tables import test_table
 from molaplace.report.tables import print_table
+from molaplace.report.writing import PAGE
+from molaplace.saving.files import check_folder
 
 FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
@@ -24,7 +26,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(FolderOptions):
     """Options for `molaplace demo`."""
 
     output: Path = option(
@@ -42,10 +44,11 @@ def demo(options: DemoOptions) -> None:
     """
     output = options.output
     quiet = options.quiet
-    check_report_folder(output)
+    check_writable(output)
+    check_folder(output, DEMO, (PAGE,), overwrite=options.overwrite)
     with showing_progress(quiet=quiet) as progress:
         result = run_demo(DemoSettings(seed=options.seed), part(progress, 0.0, FIGURES_BEGIN))
-        page = write_demo(result, output, part(progress, FIGURES_BEGIN, 1.0))
+        page = write_demo(result, output, part(progress, FIGURES_BEGIN, 1.0), overwrite=True)  # as checked above
     if quiet:
         return
     console = Console(highlight=False)

@@ -19,7 +19,16 @@ from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, make_decisions, outlier_threshold
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
-from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, check_report_folder, option, write_run
+from molaplace.cli.options import (
+    MORE,
+    FolderOptions,
+    PosteriorOptions,
+    RunOptions,
+    as_document,
+    check_writable,
+    option,
+    to_toml,
+)
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team, join
 from molaplace.errors import DataError, OptionError, warn
@@ -34,6 +43,7 @@ from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
 from molaplace.rules.held_out import POSITIONS_PER_INPUT
 from molaplace.rules.label_checks import check_class_order
+from molaplace.saving.files import check_folder
 
 ERROR_RATES = (0.01, 0.02, 0.05)
 """Error rates guaranteed for the decisions in the report."""
@@ -43,7 +53,7 @@ DRAWING_BEGINS = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(PosteriorOptions, RunOptions):
+class EvaluateOptions(PosteriorOptions, RunOptions, FolderOptions):
     """Options for `molaplace evaluate`."""
 
     posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
@@ -73,10 +83,11 @@ def evaluate(options: EvaluateOptions) -> None:
         molaplace evaluate posterior --test images/test --ood images/strange
     """
     # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.report.writing import write_evaluation
+    from molaplace.report.writing import EVALUATION, PAGE, RUN_FILE, write_evaluation
 
     output = options.output
-    check_report_folder(output)
+    check_writable(output)
+    check_folder(output, EVALUATION, (PAGE, RUN_FILE), overwrite=options.overwrite)
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
@@ -84,8 +95,9 @@ def evaluate(options: EvaluateOptions) -> None:
         numbers = comparison.document()
         if not team.first:
             return  # only rank 0 writes and prints
-        page = write_evaluation(comparison, numbers, output, part(progress, DRAWING_BEGINS, 1.0))
-    write_run(options, "evaluate", output / "run.toml")
+        run = to_toml(as_document(options, "evaluate", output))
+        drawing = part(progress, DRAWING_BEGINS, 1.0)
+        page = write_evaluation(comparison, numbers, output, drawing, run=run, overwrite=True)  # as checked above
     if not options.quiet and not options.as_json:
         _print_summary(Console(highlight=False), comparison, page)
     finish(SkippedInputs(comparison.left_out), numbers, team, as_json=options.as_json, quiet=options.quiet)

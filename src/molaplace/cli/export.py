@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,21 @@ from torch import Tensor
 import molaplace as mola
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.options import DecisionOptions, PosteriorOptions, RunOptions, check_writable, option, write_run
+from molaplace.cli.options import (
+    DecisionOptions,
+    PosteriorOptions,
+    RunOptions,
+    as_document,
+    check_writable,
+    option,
+    to_toml,
+)
 from molaplace.cli.terminal import showing_progress
 from molaplace.errors import OptionError
 from molaplace.export import Pixels, Written
+from molaplace.saving.files import check_folder, marker_of, replacing
+
+EXPORT = "exported model"
 
 
 def _parse_names(value: Any) -> tuple[str, ...]:
@@ -73,11 +84,20 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
         settings["preparation"] = Pixels(fitted.preprocessing.mean, fitted.preprocessing.std)
         example = torch.zeros(example.shape, dtype=torch.uint8, device="cpu")
     written = []
-    if options.onnx is not None:
-        written.append(mola.export.onnx(fitted.posterior, options.onnx, example, **settings))
-    if options.torch is not None:
-        written.append(mola.export.torch_export(fitted.posterior, options.torch, example, **settings))
+    for path, write in ((options.onnx, mola.export.onnx), (options.torch, mola.export.torch_export)):
+        if path is None:
+            continue
+        with replacing(path.parent, EXPORT, _names(path), marker=marker_of(path.name)) as new:
+            file = write(fitted.posterior, new / path.name, example, **settings)
+            run = to_toml(as_document(options, "export", path.parent))
+            (new / _names(path)[1]).write_text(run, encoding="utf-8")
+        written.append(replace(file, path=path))
     return written
+
+
+def _names(path: Path) -> tuple[str, str]:
+    # Return the names of an exported file and its run file.
+    return path.name, f"{path.name}.toml"
 
 
 def export(options: ExportOptions) -> None:
@@ -95,13 +115,12 @@ def export(options: ExportOptions) -> None:
             if path.suffix != ending:
                 raise OptionError(f"{flag} must be a file name that ends in {ending}, got {str(path)!r}.")
             check_writable(path)
+            check_folder(path.parent, EXPORT, _names(path), marker=marker_of(path.name))
     with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         progress("writing the graph", 0.3)
         written = run_export(fitted, options)
-        for file in written:
-            write_run(options, "export", file.path.with_name(f"{file.path.name}.toml"))
         progress("done", 1.0)
     if options.as_json:
         click.echo(json.dumps([file.plain() for file in written], indent=2, ensure_ascii=False))

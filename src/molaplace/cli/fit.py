@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +26,11 @@ from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
 from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
-from molaplace.cli.folder import BUNDLED, describe_inputs, holds_posterior, move, read_information
+from molaplace.cli.folder import BUNDLED, FITTED, describe_inputs, move, read_information
 from molaplace.cli.info import print_information
 from molaplace.cli.job import NAME, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
-from molaplace.cli.options import as_document, to_toml
+from molaplace.cli.options import as_document, check_writable, to_toml
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, collect_warnings
@@ -43,8 +43,11 @@ from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.rules import RULES, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.saving.files import write_atomically, write_folder
+from molaplace.saving.files import DOCUMENT, check_folder, replacing, write_document
 from molaplace.saving.posterior import pack
+
+LAST = (DOCUMENT, NAME)
+"""Files that complete the folder."""
 
 
 def check_job(job: Job) -> None:
@@ -79,7 +82,10 @@ def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None
     an earlier posterior.
     """
     check_job(job)
-    replaced = holds_posterior(job.output, job.checkpoint)
+    check_writable(job.output)
+    ignored = () if job.checkpoint is None else (job.checkpoint.name,)  # left by an interrupted fit
+    check_folder(job.output, FITTED, LAST, overwrite=job.overwrite, ignored=ignored)
+    replaced = (job.output / DOCUMENT).exists()
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
     count = len(job.classes) if isinstance(job.classes, tuple) else job.classes
@@ -196,31 +202,29 @@ def _write(
     result: dict[str, Any],
     columns: dict[str, Tensor],
 ) -> None:
-    # Write the posterior and its job atomically. Then write the options to their own file, for human readers and for
+    # Write the posterior and its job, which replace each other together, and the options in their own file, for human readers and for
     # `molaplace fit --config`. The job lists individual files, because files added to a folder later do not belong to this posterior.
     output = job.output
-    weights = _bundled(files, output / BUNDLED) if job.bundle else files
-    options = as_document(replace(job, weights=tuple(map(str, weights))), "fit", output)
     document, tensors = pack(posterior)
     saved = {f"{VALIDATION}{name}": column for name, column in columns.items()}
-    write_folder(output, {**document, "job": options | {"result": result}}, tensors | saved)
-    write_atomically(output / NAME, to_toml(options).encode())
-    if job.bundle:  # remove the bundled weights of the posterior that has been replaced
-        for path in (output / BUNDLED).iterdir():
-            if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path not in weights:
-                path.unlink(missing_ok=True)
+    with replacing(output, FITTED, LAST, overwrite=True) as new:  # as checked before the fit
+        bundled = (
+            output / BUNDLED
+        ).resolve()  # holds the weights of an earlier fit, which may be those of this fit too
+        if job.bundle or any(bundled in path.resolve().parents for path in files):
+            files = [output / _bundled(index, path, new).relative_to(new) for index, path in enumerate(files)]
+        options = as_document(replace(job, weights=tuple(map(str, files))), "fit", output)
+        write_document(new, {**document, "job": options | {"result": result}}, tensors | saved)
+        (new / NAME).write_text(to_toml(options), encoding="utf-8")
 
 
-def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
-    target.mkdir(parents=True, exist_ok=True)
-    copies = []
-    for index, path in enumerate(files):
-        # File names contain a checksum of the contents, so that the old posterior's weights remain until the new posterior is
-        # written.
-        content = path.read_bytes()
-        copies.append(target / f"{index}-{hashlib.sha256(content).hexdigest()[:16]}{path.suffix}")
-        write_atomically(copies[-1], content)
-    return copies
+def _bundled(index: int, path: Path, folder: Path) -> Path:
+    # The name contains a checksum, so that the old posterior's weights remain until the new posterior is complete.
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    copy = folder / BUNDLED / f"{index}-{checksum[:16]}{path.suffix}"
+    copy.parent.mkdir(exist_ok=True)
+    return shutil.copyfile(path, copy)
 
 
 def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None, left_out: int) -> dict[str, Any]:

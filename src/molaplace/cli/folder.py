@@ -23,10 +23,9 @@ from molaplace.cli.data.opening import open_dataset
 from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks
-from molaplace.cli.options import contents
 from molaplace.errors import OptionError, StorageError
 from molaplace.likelihoods import Gaussian
-from molaplace.options import counted, listed
+from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving import files
 from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
@@ -54,6 +53,9 @@ MAX_INPUT = 2**28
 
 MAX_OUTPUTS = 2**20
 """Largest number of outputs of a network."""
+
+FITTED = "posterior of `molaplace fit`"
+"""Kind of the folder. Only another fit replaces it, because it may hold the only copy of the weights."""
 
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
@@ -213,22 +215,6 @@ def example_of(result: dict[str, Any]) -> Any:
     if result["form"] == "mapping":
         return tensors
     return tensors[""] if result["form"] == "tensor" else tuple(tensors.values())
-
-
-def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has other contents."""
-    names = contents(output, "posterior")
-    kind = files.kind_of(output) if names else None
-    # The folder may contain a job file and files from an interrupted fit.
-    known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
-    unknown = [name for name in names if name not in known and not files.TENSORS.fullmatch(name)]
-    if kind not in (None, KIND):
-        raise OptionError(f"{output} contains a saved {kind}. Choose another --output.")
-    if kind is None and unknown:
-        raise OptionError(
-            f"{output} contains other files ({listed(unknown, 3)}) but no posterior. Choose another --output."
-        )
-    return kind is not None
 
 
 def read_information(folder: Path) -> dict[str, Any]:

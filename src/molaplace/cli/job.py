@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from molaplace.cli.options import RUN, RunOptions, option, read_options
+from molaplace.cli.options import RUN, FolderOptions, RunOptions, option, read_options
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
@@ -81,7 +81,7 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(RunOptions):
+class Job(RunOptions, FolderOptions):
     """Options for `molaplace fit`. Those that do not affect the posterior are not stored."""
 
     weights: tuple[str, ...] = option(

@@ -25,7 +25,7 @@ import click
 from molaplace import __version__
 from molaplace.errors import OptionError
 from molaplace.imported import is_path
-from molaplace.options import did_you_mean, listed, one_of
+from molaplace.options import did_you_mean, one_of
 
 RUN = "Run"
 MORE = "More options"
@@ -158,6 +158,18 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """Options for commands that write a folder."""
+
+    overwrite: bool = option(
+        False,
+        "Write to a folder with other files: keep yours, and replace what molaplace wrote",
+        panel=RUN,
+        stored=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PosteriorOptions:
     """Options for commands that open a posterior's folder."""
 
@@ -216,13 +228,6 @@ def _plain(value: Any, folder: Path | None) -> Any:
 def _may_be_path(value: str) -> bool:
     # All names without a colon are paths, so that a missing file is never looked up in the current folder.
     return is_path(value) or (":" not in value and value not in NAMES)
-
-
-def write_run(options: Any, command: str, path: Path) -> None:
-    """Write a run file that can be passed to `--config` to repeat the run."""
-    from molaplace.saving.files import write_atomically
-
-    write_atomically(path, to_toml(as_document(options, command, path.parent)).encode())
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
@@ -284,16 +289,6 @@ def _relocated(value: Any, folder: Path) -> Any:
 # --- output paths -------------------------------------------------------------------------------------------------------
 
 
-def contents(folder: Path, kind: str) -> list[str]:
-    """Return the names of the files in an output folder, except hidden files; raise `OptionError` if it cannot be written."""
-    check_writable(folder)
-    if folder.is_file():
-        raise OptionError(f"{folder} is a file, but the {kind} needs a folder. Choose another --output.")
-    if not folder.exists():
-        return []
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def check_writable(path: Path) -> None:
     """Raise `OptionError` before any work begins if a file or folder cannot be created."""
     parents = (path, *path.absolute().parents)
@@ -306,10 +301,3 @@ def check_writable(path: Path) -> None:
         raise OptionError(
             f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
         ) from error
-
-
-def check_report_folder(output: Path) -> None:
-    """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
-    names = contents(output, "report")
-    if names and "index.html" not in names:
-        raise OptionError(f"{output} contains other files ({listed(names, 3)}) but no report. Choose another --output.")

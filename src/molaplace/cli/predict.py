@@ -20,7 +20,16 @@ from rich.markup import escape
 from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.options import DECISIONS, MORE, DecisionOptions, PosteriorOptions, RunOptions, option, write_run
+from molaplace.cli.options import (
+    DECISIONS,
+    MORE,
+    DecisionOptions,
+    PosteriorOptions,
+    RunOptions,
+    as_document,
+    option,
+    to_toml,
+)
 from molaplace.cli.prediction_table import PredictionTable
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
@@ -29,6 +38,7 @@ from molaplace.errors import OptionError
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress
+from molaplace.saving.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +193,8 @@ def predict(options: PredictOptions) -> None:
         summary = run_predict(fitted, options, progress, team)
     if summary is None:
         return  # only rank 0 writes and prints
-    write_run(options, "predict", output.with_name(f"{output.name}.toml"))
+    run = to_toml(as_document(options, "predict", output.parent))
+    write_atomically(output.with_name(f"{output.name}.toml"), run.encode())
     if not quiet and not as_json:
         Console(highlight=False).print(
             f"{escape(summary_sentence(summary))} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True

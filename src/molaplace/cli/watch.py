@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,20 +25,24 @@ from molaplace.cli.decisions import SCORE, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_url
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import NAME
-from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, check_writable, option, write_run
+from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, as_document, check_writable, option, to_toml
 from molaplace.cli.terminal import showing_progress
-from molaplace.cli.watch_log import WatchLog
+from molaplace.cli.watch_log import WatchLog, state_of
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError
 from molaplace.monitoring.baseline import LEVELS, Baseline
 from molaplace.monitoring.ranks import Array
 from molaplace.monitoring.stream import WatchOptions, columns_of
-from molaplace.monitoring.watching import Watch
+from molaplace.monitoring.watching import KIND, Watch
 from molaplace.options import counted
 from molaplace.progress import Progress
+from molaplace.saving.files import DOCUMENT, check_folder, marker_of, replacing
 
 ALARM = 3
 """Exit code of a run whose stream has left the validation data."""
+
+PAGE = ".html"
+"""Ending of the page."""
 
 BATCH = 256
 """Number of inputs of a line in the log."""
@@ -104,9 +109,15 @@ def watch(options: WatchCommandOptions) -> None:
     """
     # Imported before any work begins, so that a missing package is reported early.
     from molaplace.report.watch_page import watch_page
-    from molaplace.saving.files import write_atomically
 
     check_writable(options.log)
+    if options.log.suffix.lower() == PAGE:
+        raise OptionError(f"must not end in {PAGE}, which is the ending of the page beside it.", argument="log")
+    page = options.log.with_suffix(PAGE)
+    run = options.log.with_name(f"{options.log.name}.toml")
+    marker = marker_of(options.log.name)
+    check_folder(page.parent, KIND, (page.name, run.name), marker=marker)
+    check_folder(state_of(options.log), KIND, (DOCUMENT,))
     skipped = SkippedInputs()
     with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)
@@ -114,16 +125,19 @@ def watch(options: WatchCommandOptions) -> None:
         source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
         log, highlights = run_watch(fitted, options, source, skipped, progress)
         sentences = [_alarm_sentence(log), _accuracy_sentence(log.watch), _highlights_sentence(highlights)]
-        page = options.log.with_suffix(".html")
-        if highlights.inputs or not page.exists():  # a run without new inputs keeps the page of the last run
-            baseline = log.watch.baseline
-            pictures = _pictures(fitted, source, highlights.inputs)
-            content = watch_page(
-                log.lines, baseline.quantiles, baseline.accuracy, sentences, highlights.title, pictures
-            )
-            write_atomically(page, content.encode())
+        with replacing(page.parent, KIND, (page.name, run.name), marker=marker) as new:
+            if highlights.inputs or not page.exists():
+                baseline = log.watch.baseline
+                pictures = _pictures(fitted, source, highlights.inputs)
+                content = watch_page(
+                    log.lines, baseline.quantiles, baseline.accuracy, sentences, highlights.title, pictures
+                )
+                (new / page.name).write_text(content, encoding="utf-8")
+            else:  # a run without new inputs keeps the page of the last run
+                shutil.copyfile(page, new / page.name)
+            document = as_document(options, "watch", run.parent)
+            (new / run.name).write_text(to_toml(document), encoding="utf-8")
         progress("done", 1.0)
-    write_run(options, "watch", options.log.with_name(f"{options.log.name}.toml"))
     if options.as_json:
         readings = {name: asdict(getattr(log.watch, name)) for name in ("alarm", "accuracy")}
         click.echo(json.dumps({"inputs": log.watch.count, **readings, "left_out": skipped.left_out}, indent=2))

@@ -40,7 +40,7 @@ class WatchLog:
 
     def __init__(self, path: Path, new: Watch) -> None:
         self.path = path
-        self.state = path.with_name(f"{path.name}.state")
+        self.state = state_of(path)
         self.lines: list[dict[str, Any]] = []
         self.digests: set[int] = set()
         """Digests of the inputs in the log."""
@@ -123,6 +123,11 @@ class WatchLog:
         document, tensors = self.watch.pack()
         write_folder(self.state, document | {"line": line}, tensors)
         self._append(line)
+
+
+def state_of(path: Path) -> Path:
+    """Return the folder of the state of a log's watch."""
+    return path.with_name(f"{path.name}.state")
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

@@ -26,9 +26,9 @@ from molaplace.report.writing import (
     draw_figures,
     page_environment,
     render_page,
-    replacing_report,
     write_texts,
 )
+from molaplace.saving.files import replacing
 
 ALONG_ROTATION = ("log_likelihood", "ece", "confidence")
 """Metrics plotted against the rotation."""
@@ -36,16 +36,19 @@ ALONG_ROTATION = ("log_likelihood", "ece", "confidence")
 SCORES = {"max probability": "AUROC: conf.", "energy": "energy", "ood score": "ood_score"}
 """Headings of the AUROCs in the table of outliers, by outlier score."""
 
+DEMO = "demo"
 NETWORKS = "networks"
 """Folder of the trained networks beside the page."""
 
 
-def write_demo(result: DemoResult, directory: Path, progress: Progress = no_progress) -> Path:
+def write_demo(
+    result: DemoResult, directory: Path, progress: Progress = no_progress, *, overwrite: bool = False
+) -> Path:
     """Write the page, the numbers, the figures and the trained networks; return the path of the page.
 
     The files are `index.html`, `numbers.json`, `figures/<name>.svg` and `.png`, and `networks/digits-<k>.safetensors`.
     """
-    with replacing_report(directory) as folder:
+    with replacing(directory, DEMO, (PAGE,), overwrite=overwrite) as folder:
         figures = draw_figures(demo_figures(result), folder, progress)
         (folder / NETWORKS).mkdir()
         for index, network in enumerate(result.networks):

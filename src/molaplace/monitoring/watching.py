@@ -262,9 +262,12 @@ class Watch:
             differences.append("the validation data")
         return differences
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete."""
-        return write_folder(directory, *self.pack())
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the watch to a folder, and return the folder. A watch saved there before is readable until the new one is complete.
+
+        A folder with other files but no watch is refused unless `overwrite` is True; see `MoLA.save`.
+        """
+        return write_folder(directory, *self.pack(), overwrite=overwrite)
 
     @classmethod
     def load(cls, directory: str | Path) -> Watch:

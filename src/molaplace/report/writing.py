@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from molaplace.errors import OptionError
 from molaplace.evaluation import Comparison
 from molaplace.options import counted
 from molaplace.progress import Progress, no_progress
@@ -27,20 +25,32 @@ from molaplace.report.tables import as_html, as_markdown
 from molaplace.saving.files import replacing
 
 PAGE = "index.html"
+RUN_FILE = "run.toml"
+EVALUATION = "evaluation"
 
 
 def write_evaluation(
-    comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = no_progress
+    comparison: Comparison,
+    numbers: dict[str, Any],
+    directory: Path,
+    progress: Progress = no_progress,
+    *,
+    run: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page."""
+    """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page.
+
+    The text `run` is written to the run file, and `overwrite` is explained in `molaplace.saving.files.Marker.replaceable`.
+    """
     tables = [*evaluation_tables(comparison), detail_table(comparison)]
     lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(comparison).items()]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
     lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
-    with replacing_report(directory) as folder:
+    with replacing(directory, EVALUATION, (PAGE,), overwrite=overwrite) as folder:
         figures = draw_figures(evaluation_figures(comparison), folder, progress)
         page = evaluation_page(comparison, list(figures.values()))
-        write_texts({"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), PAGE: page}, folder)
+        texts = {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), PAGE: page}
+        write_texts(texts if run is None else {**texts, RUN_FILE: run}, folder)
     return directory / PAGE
 
 
@@ -66,21 +76,6 @@ def write_texts(texts: Mapping[str, str], directory: Path) -> None:
 def as_json(numbers: dict[str, Any]) -> str:
     """Return plain values as the text of a JSON file."""
     return json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
-
-
-@contextmanager
-def replacing_report(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder for a new report, which replaces the report in the directory once it is complete.
-
-    Errors of the file system become an `OptionError` that names the directory.
-    """
-    try:
-        with replacing(directory, PAGE) as folder:
-            yield folder
-    except OSError as error:
-        raise OptionError(
-            f"cannot write the report to {directory} ({error.strerror}): free some disk space or choose another output folder."
-        ) from error
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

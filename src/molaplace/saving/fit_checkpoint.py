@@ -8,7 +8,6 @@ of the batches reveals whether the data have changed.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from molaplace.errors import StorageError
 from molaplace.numerics import as_tensor
 from molaplace.options import whole_number
-from molaplace.saving.files import DOCUMENT, read_folder, write_folder
+from molaplace.saving.files import DOCUMENT, read_folder, remove_folder, write_folder
 from molaplace.saving.schema import Optional
 from molaplace.sums import Sums
 
@@ -126,7 +125,7 @@ class FitCheckpoint:
     def remove(self) -> None:
         """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
         if self.folder is not None:
-            shutil.rmtree(self.rank_folder, ignore_errors=True)
+            remove_folder(self.rank_folder)
             with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
                 self.folder.rmdir()
 

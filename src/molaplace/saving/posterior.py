@@ -69,9 +69,9 @@ SCHEMA = {
 }
 
 
-def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
+def save_posterior(posterior: MoLA, directory: str | Path, *, overwrite: bool = False) -> Path:
     """Write a posterior, without its networks, to a folder and return the folder's path."""
-    return write_folder(directory, *pack(posterior))
+    return write_folder(directory, *pack(posterior), overwrite=overwrite)
 
 
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:

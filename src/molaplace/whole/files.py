@@ -32,7 +32,7 @@ COMPONENT: dict[str, Any] = {**NETWORK, "blocks": [BLOCK], "outputs": int}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
-def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
+def save_whole(posterior: WholeMoLA, directory: str | Path, *, overwrite: bool = False) -> Path:
     """Write a posterior, without its networks, to a folder, and return the folder's path."""
 
     def entry_of(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
         chosen = structure_of(component).layout.chosen
         if chosen is not None:
             tensors[f"{index}.{CHOSEN}"] = chosen
-    return write_folder(directory, {"kind": KIND, "structure": posterior.structure, **document}, tensors)
+    document = {"kind": KIND, "structure": posterior.structure, **document}
+    return write_folder(directory, document, tensors, overwrite=overwrite)
 
 
 def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> WholeMoLA:

@@ -164,8 +164,8 @@ class WholeMoLA(LaplaceMixture):
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
         """Save everything except the networks, for loading with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
         from molaplace.whole.files import save_whole
 
-        return save_whole(self, directory)
+        return save_whole(self, directory, overwrite=overwrite)

@@ -14,7 +14,8 @@ from molaplace.progress import Progress, no_progress
 from molaplace.report.style import Drawn
 from molaplace.report.tables import Table, as_markdown
 from molaplace.report.words import DESCRIPTIONS
-from molaplace.report.writing import PAGE, draw_figures, page_environment, render_page, replacing_report, write_texts
+from molaplace.report.writing import PAGE, draw_figures, page_environment, render_page, write_texts
+from molaplace.saving.files import replacing
 from molaplace_lab.report.figures import suite_figures, suite_strokes
 from molaplace_lab.report.reading import SuiteResults
 from molaplace_lab.report.runs import LEADS
@@ -82,7 +83,7 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
     planned = {suite.name: suite_figures(suite) for suite in suites}
     files = {(suite, name): _file_name(suite, name) for suite, figures in planned.items() for name in figures}
     made_by = f"Made by `python -m molaplace_lab report {' '.join(planned)}` with molaplace {mola.__version__}."
-    with replacing_report(directory) as folder:
+    with replacing(directory, "report", (PAGE,)) as folder:
         drawn = draw_figures({file: planned[suite][name] for (suite, name), file in files.items()}, folder, progress)
         reports = [
             SuiteReport(
