@@ -16,7 +16,7 @@ class PosteriorFunction(nn.Module):
 
     The weights are drawn once, so every call evaluates the same function, and the values at an input do not depend on the rest of its
     batch. Calling the function returns what calling the posterior returns: probabilities (n, C) or, for regression, targets (n, D)
-    without noise. `latent` returns the logits. Both are differentiable if gradients are enabled.
+    without noise. `latent` returns the logits. Both are differentiable if an input requires gradients.
 
     Args:
         posterior: the mixture from which the function was drawn.

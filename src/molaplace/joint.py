@@ -42,7 +42,7 @@ VALUES_AT_ONCE = 2**22
 class JointPrediction:
     """The joint distribution of a mixture's latent functions at n inputs; returned by `posterior.joint`.
 
-    All tensors are in float64 and, if gradients are enabled, differentiable. For dense outputs, n counts the positions of all inputs,
+    All tensors are in float64 and, if an input requires gradients, differentiable. For dense outputs, n counts the positions of all inputs,
     ordered by input and then by position.
     """
 

@@ -42,6 +42,7 @@ from molaplace.network import (
     capture,
     changed_part,
     evaluating,
+    gradients_of,
     one_batch,
     state_checksums,
     state_of,
@@ -251,14 +252,15 @@ class LaplaceMixture(Predictor):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def capture(self, inputs: Inputs) -> Captured:
-        """Run every network once and capture the input and output of its head, with gradients if they are enabled."""
-        with evaluating(*self.networks):
+        """Run every network once and capture the input and output of its head, with gradients if an input requires them."""
+        with evaluating(*self.networks), gradients_of(inputs):
             return capture(self.networks, [component.head for component in self.components], inputs, self.likelihood)
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or, for regression, means (n, D) for one batch.
 
-        If gradients are enabled, the result is differentiable in the inputs and in the networks' parameters; the curvature is constant.
+        If an input requires gradients, the result is differentiable in the inputs and in the networks' parameters; the curvature is
+        constant. Otherwise, the call builds no graph.
 
         Args:
             inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
@@ -301,8 +303,8 @@ class LaplaceMixture(Predictor):
         """Return the joint distribution of the latent functions at all inputs of one batch, with covariances between inputs.
 
         In classification, the latent functions are the logits that the link receives, after temperature, distance and pooling. In
-        regression, they are the targets without noise, in the targets' units. Matrices are computed when they are requested. If
-        gradients are enabled, they are differentiable in the inputs and in the networks' parameters.
+        regression, they are the targets without noise, in the targets' units. Matrices are computed when they are requested. If an
+        input requires gradients, they are differentiable in the inputs and in the networks' parameters.
         """
         captured = self.capture(one_batch(inputs))
         captured.check_finite()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm.auto import tqdm
@@ -49,6 +50,23 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def gradients_of(inputs: Inputs) -> AbstractContextManager[object]:
+    """Disable gradients unless an input requires them, because a graph would hold the activations of every network.
+
+    Gradients stay enabled for forward-mode differentiation and inside the transforms of `torch.func`, where a call that disables them
+    would silently have derivatives of 0. A trace would record the change of the mode.
+    """
+    leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    unchanged = (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(tensor.requires_grad or unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
+    )
+    return nullcontext() if unchanged else torch.no_grad()
 
 
 # --- batches and loaders ----------------------------------------------------------------------------------------------
