@@ -31,11 +31,8 @@ from molaplace.likelihoods import Likelihood
 from molaplace.likelihoods.base import LatentFunctions, Members, RegressionLikelihood, mixed
 from molaplace.numerics import check_generator, standard_normals
 from molaplace.options import whole_number
-from molaplace.structures.base import Spread
+from molaplace.structures.base import WEIGHTS_AT_ONCE, Spread
 from molaplace.structures.factors import ProductCurvature
-
-VALUES_AT_ONCE = 2**22
-"""Largest number of drawn weights in memory at once (32 MB in float64)."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +196,8 @@ class JointPrediction:
     @staticmethod
     def _draws_at_once(spread: Spread | None) -> int:
         if spread is None:
-            return VALUES_AT_ONCE
-        return max(1, VALUES_AT_ONCE // (spread.curvature.outputs * spread.curvature.features))
+            return WEIGHTS_AT_ONCE
+        return max(1, WEIGHTS_AT_ONCE // (spread.curvature.outputs * spread.curvature.features))
 
     def log_prob(self, targets: Any) -> Tensor:
         """Return the joint log density, in nats, of the noisy targets (n, D) of all inputs; only for regression with normal noise.

@@ -36,6 +36,9 @@ OUTLIER_RIDGE = 1e-10
 lengths almost unchanged in directions that the training data span; in all other directions, it makes lengths very large instead of
 infinite."""
 
+WEIGHTS_AT_ONCE = 2**19
+"""Largest number of drawn weights in memory at once (4 MB in float64)."""
+
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
 
@@ -176,7 +179,12 @@ class LayerCurvature(Curvature):
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
-        return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
+        most = max(1, WEIGHTS_AT_ONCE // (self.outputs * self.features))
+        deviations = phi.new_empty(len(phi), count, self.outputs)
+        for start in range(0, count, most):
+            weights = self.sample(precision, min(most, count - start), generator).to(phi)
+            deviations[:, start : start + most] = torch.einsum("np,scp->nsc", phi, weights)
+        return deviations
 
     def draw(self, precision: float, generator: Generator) -> Tensor:
         """Draw an offset (C, P) of the weights."""
