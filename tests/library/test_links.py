@@ -1,6 +1,7 @@
 """Links against Monte Carlo, against each other, and at the edges of floating point."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from molaplace.errors import OptionError
 from molaplace.likelihoods import BERNOULLI, GAUSSIAN, Categorical
 from molaplace.links import LINKS, Bridge, CentredProbit, MeanField, MonteCarlo, Probit, as_link
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
+from tests.forked_python import run_python
 
 ALL_LINKS = [*CLOSED_FORM_LINKS, "mc"]
 
@@ -129,6 +131,63 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
         assert torch.allclose(posterior.link(mean / 2, quotient, softmax), halved, atol=1e-10)
     whole = posterior.link(mean, spread, softmax)
     assert torch.allclose(whole, halved, atol=1e-10) == (link == Bridge(normalised=True))
+
+
+PEAK = """
+import warnings, torch, molaplace as mola
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+x = torch.randn(64, 512)
+links = mola.links.MonteCarlo(16, over="weights")
+network = torch.nn.Linear(512, 1000)
+posterior = mola.fit(network, [(x, torch.arange(64))], structure="kron-diag", link=links, distances=False, progress=False)
+posterior.with_link("probit")(x[:1])
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the fit
+before = peak()
+posterior(x[:1])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are reset in /proc")
+def test_draws_of_wide_layers_are_made_a_few_at_a_time():
+    """Each draw has 512,000 weights (4 MB), so all 16 together, with their intermediate results, take more than 200 MB."""
+    done = run_python("-c", PEAK)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 100
+
+
+def test_many_draws_of_weights_are_a_mean_over_one_stream_of_draws(structure):
+    """A narrow layer whose draws fill memory only after some 20,000: the estimate is unbiased across the chunks."""
+    problem = make_problem()
+    posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=0.5, progress=False)
+    x = problem.inputs[:3]
+    reference = posterior.with_link(MonteCarlo(2**16))(x)
+    values = posterior.with_link(MonteCarlo(40_000, "weights"))(x)
+    assert float((values - reference).abs().max()) < 6 * 0.5 / 40_000**0.5
+    free = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(posterior.with_link(MonteCarlo(40_000, "weights"))(free)[:, 0].sum(), free)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("over", ["logits", "weights"])
+def test_gradients_where_all_features_are_zero(structure, over):
+    """Without a bias, the logits have no variance there. The gradient is that of the softmax, since the draws are symmetric."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(3, 4, bias=False)
+    inputs = torch.randn(30, 3)
+    labels = torch.arange(30) % 4
+    posterior = mola.fit(network, [(inputs, labels)], structure=structure, link=MonteCarlo(4096, over), progress=False)
+    origin = torch.zeros(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(posterior(origin)[:, 0].sum(), origin)
+    (expected,) = torch.autograd.grad(network(origin).softmax(-1)[:, 0].sum(), origin)
+    assert bool(gradient.isfinite().all())
+    by_logits = over == "logits" and structure != "full"  # the mean of drawn weights differs from the trained weights
+    assert float((gradient - expected).abs().max()) < (1e-10 if by_logits else 6 / 4096**0.5)
 
 
 class TestWrongUse:

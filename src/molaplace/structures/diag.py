@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from molaplace.likelihoods.base import OutputCurvature
-from molaplace.numerics import Generator, standard_normals
+from molaplace.numerics import Generator, square_root, standard_normals
 from molaplace.structures.base import (
     Curvature,
     LayerCurvature,
@@ -97,7 +97,7 @@ class DiagCurvature(LayerCurvature):
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return `sqrt(v) * noise`."""
-        return self.variance(phi, precision).sqrt()[:, None, :] * noise
+        return square_root(self.variance(phi, precision))[:, None, :] * noise
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw independent normal deviations with the posterior variances."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from molaplace.errors import OptionError
 from molaplace.likelihoods.base import OutputCurvature
+from molaplace.numerics import square_root
 from molaplace.options import is_real
 from molaplace.structures.base import (
     LayerCurvature,
@@ -223,7 +224,7 @@ class ProductCurvature(LayerCurvature):
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return `sqrt(phi' V phi)` times draws with covariance U."""
-        return self.feature_variance(phi, precision).sqrt()[:, None, None] * self.output_draws(precision, noise)
+        return square_root(self.feature_variance(phi, precision))[:, None, None] * self.output_draws(precision, noise)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return `P log det U^-1 + C sum_j log(sqrt(N) b_j + sqrt(lambda))`."""

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from molaplace.numerics import Generator, standard_normals
+from molaplace.numerics import Generator, square_root, standard_normals
 from molaplace.structures.base import Curvature, LayerCurvature, Precision, as_column
 from molaplace.structures.factors import FeatureFactor, KroneckerStructure, OutputFactor
 from molaplace.sums import Sums
@@ -77,7 +77,7 @@ class KronExactCurvature(LayerCurvature):
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return `Q_A (sqrt(s(phi)) * noise)`."""
         vectors = self.output_factor.directions(centred=True)
-        deviation = self._direction_variance(phi, precision, vectors.shape[1]).sqrt()
+        deviation = square_root(self._direction_variance(phi, precision, vectors.shape[1]))
         return (deviation[:, None, :] * noise) @ vectors.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
