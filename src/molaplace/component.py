@@ -5,6 +5,7 @@ Without a Laplace approximation, a component is a member of a plain ensemble.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,7 +145,10 @@ class Component(nn.Module):
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:
     """Return one value per component as a list, given a single value or a sequence of `count` values."""
-    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
+    shape = getattr(value, "shape", None)  # of a tensor or array, which is a single value if it holds one
+    single = (
+        isinstance(value, (int, float, str, bytes)) or value is None or (shape is not None and math.prod(shape) == 1)
+    )
     try:
         values = [value] * count if single else list(value)
     except TypeError:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -48,7 +48,7 @@ from molaplace.network import (
     state_of,
 )
 from molaplace.numerics import check_generator, seed_from
-from molaplace.options import counted, whole_number
+from molaplace.options import check_number, counted, whole_number
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
@@ -425,6 +425,9 @@ class LaplaceMixture(Predictor):
                 component.require_layer("a prior precision")
             precisions = per_component(values["prior_precision"], len(self.components), "prior_precision")
             values = {**values, "prior_precision": tuple(precisions)}
+        for setting in fields(Settings):  # a tensor is one number here, and not the candidates of a search
+            if setting.name in values and setting.name != "prior_precision":
+                values[setting.name] = check_number(values[setting.name], setting.name, *setting.metadata["bounds"])
         return self.with_parts(settings=replace(self.settings, **values))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float] | Tensor) -> Self:

@@ -81,9 +81,13 @@ def check_share(value: object, argument: str, remedy: str) -> float:
 
 
 def check_number(value: object, argument: str, low: float, high: float, remedy: str) -> float:
-    """Return the value as a `float`; raise `OptionError`, whose message ends with `remedy`, unless it is a number from `low` to `high`."""
+    """Return the value as a `float`; raise `OptionError`, whose message ends with `remedy`, unless it is a number from `low` to `high`.
+
+    A tensor or array of one value is a number.
+    """
     try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
+        single = value.item() if hasattr(value, "item") else value
+        number = math.nan if isinstance(single, (bool, str, bytes)) else float(single)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not low <= number <= high:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -77,10 +78,47 @@ def test_any_setting_is_replaced_by_name():
         mola.ensemble(posterior.networks).with_settings(prior_precision=2.0)
 
 
-def test_tensors_of_one_number_are_numbers():
+CHANGES = ("with_temperature", "with_pooling", "with_distance_exponent", "with_prior_precision")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]]), numpy.array([0.5])])
+def test_tensors_of_one_number_are_numbers(change, value, tmp_path):
     posterior = fitted()
-    for change in ("with_temperature", "with_pooling", "with_distance_exponent", "with_prior_precision"):
-        assert getattr(posterior, change)(torch.tensor(0.5)).settings == getattr(posterior, change)(0.5).settings
+    x, _ = data(count=5)
+    changed = getattr(posterior, change)(value)
+    expected = getattr(posterior, change)(0.5)
+    assert changed.settings == expected.settings
+    assert torch.equal(changed(x), expected(x))
+    assert mola.load(changed.save(tmp_path / "posterior"), posterior.networks).settings == expected.settings
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([0.5, 0.6, 0.7]),
+        torch.tensor([]),
+        torch.tensor([[0.5, 0.6], [0.5, 0.6]]),
+        torch.tensor([torch.nan]),
+        torch.tensor(torch.nan),
+        float("nan"),
+        torch.tensor([True]),
+        torch.tensor([0.5j]),
+        "0.5",
+    ],
+)
+def test_anything_else_is_no_setting(change, value):
+    with pytest.raises(OptionError) as caught:
+        getattr(fitted(), change)(value)
+    assert caught.value.argument in ("temperature", "pooling", "distance_exponent", "prior_precision")
+
+
+def test_an_onset_is_one_number():
+    posterior = fitted()
+    assert posterior.with_distance_exponent(1.0, onset=torch.tensor([2.0])).settings.onset == 2.0
+    with pytest.raises(OptionError, match="onset"):
+        posterior.with_distance_exponent(1.0, onset=torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize(
