@@ -49,6 +49,11 @@ CERTAIN = 1e12
 TINY = torch.finfo(torch.float64).tiny
 
 
+def scaled(values: Tensor) -> Tensor:
+    """Return an input multiplied by `SCALE`, or unchanged if it holds no floating-point numbers, such as indices."""
+    return SCALE * values if values.is_floating_point() else values
+
+
 def class_bounds(largest: Tensor) -> Tensor:
     """Return upper bounds on the class probabilities, given bounds on the scaled logits; both have shape (..., C)."""
     # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with 1.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from molaplace import bounds
 from molaplace.distributed import Team
@@ -285,7 +286,7 @@ class MoLA(LaplaceMixture):
         return self.by_rows(captured, compute)["component_bound" if lemma else "bound"]
 
     @torch.no_grad()
-    def far_field_limit(self, inputs: Tensor) -> Tensor:
+    def far_field_limit(self, inputs: Inputs) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
         The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With
@@ -293,8 +294,8 @@ class MoLA(LaplaceMixture):
         remain 0 at every multiple of the input.
         """
         self._require_bounds()
-        near = self.capture(inputs)
-        far = self.capture(bounds.SCALE * inputs)
+        near = self.capture(one_batch(inputs))
+        far = self.capture(tree_map_only(Tensor, bounds.scaled, inputs))
         outputs = near.outputs[0]
         if self.is_dense:
             raise BoundError(

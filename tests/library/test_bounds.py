@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.errors import BoundError, OptionError
+from molaplace.errors import BoundError, DataError, OptionError
 from molaplace.settings import Settings
 from tests.conftest import make_problem
 from tests.library.problems import close, data, loader
@@ -43,6 +43,15 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
     assert close(there.probs, posterior.far_field_limit(inputs), 1e-5)
     assert close(posterior(1e9 * inputs), posterior.far_field_limit(inputs), 1e-7)
     assert close(posterior.with_temperature(3.0).far_field_limit(inputs), posterior.far_field_limit(inputs))
+
+
+def test_a_batch_may_be_a_tuple_or_a_mapping():
+    posterior, inputs = fitted([bias_free(0)])
+    limit = posterior.far_field_limit(inputs)
+    assert close(posterior.far_field_limit((inputs,)), limit)
+    assert close(posterior.far_field_limit({"input": inputs}), limit)
+    with pytest.raises(DataError):
+        posterior.far_field_limit([inputs])
 
 
 @pytest.mark.parametrize("setting", [setting for setting in fields(Settings) if setting.name != "prior_precision"])
