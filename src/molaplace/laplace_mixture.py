@@ -489,6 +489,7 @@ class LaplaceMixture(Predictor):
         The arguments have the same meaning as in `read_held_out`.
         """
         if isinstance(loader, HeldOut):
+            loader.check_networks(self.networks, self.likelihood)
             if labelled and loader.labels is None:
                 raise DataError("no labels were read. Pass batches of (inputs, labels).", place=f"the {loader.where}")
             return loader

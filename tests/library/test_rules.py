@@ -9,7 +9,7 @@ import torch
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.errors import MolaWarning, OptionError
+from molaplace.errors import DataError, MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
 from molaplace.rules import RULES, Evidence, Outliers, Score, Threshold
@@ -325,3 +325,35 @@ def test_every_rule_is_deterministic_and_saved(trained, rule, tmp_path):
     loaded = mola.load(tuned.save(tmp_path), members)
     assert loaded.tuning == tuned.tuning
     assert_close(loaded(inputs), tuned(inputs))
+
+
+@quiet
+class TestDataReadBefore:
+    """Validation data that were read once serve every posterior over the same networks, and no other."""
+
+    def test_another_structure_and_an_ensemble(self, trained):
+        members, batches, validation = trained
+        read = mola.fit(members, batches).read(validation, "validation loader", labelled=True)
+        diag = mola.fit(members, batches, structure="diag")
+        assert diag.tune(read).settings == diag.tune(validation).settings
+        assert torch.equal(
+            mola.ensemble(members).reweight(read).weights, mola.ensemble(members).reweight(validation).weights
+        )
+
+    @pytest.mark.parametrize("change", ["tune", "reweight"])
+    def test_other_networks_and_likelihoods_are_refused(self, trained, change):
+        members, batches, validation = trained
+        posterior = mola.fit(members, batches)
+        several = [(inputs, torch.nn.functional.one_hot(labels, 4).double()) for inputs, labels in validation]
+        binary = mola.fit(members, several, likelihood="bernoulli")
+        others = {
+            "with other networks": mola.fit(copy.deepcopy(members), batches),
+            r"other networks.*networks\[1\]": mola.fit([members[0], members[2], members[1]], batches),
+            "with 2 networks": mola.fit(members[:2], batches),
+            "'bernoulli'": binary,
+        }
+        for reason, other in others.items():
+            data = several if other is binary else validation
+            read = other.read(data, "validation loader", labelled=True)
+            with pytest.raises(DataError, match=reason):
+                getattr(posterior, change)(read)

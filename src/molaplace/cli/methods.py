@@ -67,6 +67,8 @@ def networks_alone(posterior: MoLA, count: int) -> MoLA:
 def part_of(captured: CapturedType, method: MoLA) -> CapturedType:
     """Return the captured features and outputs that a method uses: those of its networks, and no features without a posterior."""
     count = len(method.components)
+    if isinstance(captured, HeldOut):
+        captured = replace(captured, networks=captured.networks[:count])
     outputs = captured.outputs[:count]
     if method.structure is None:
         return replace(captured, heads=[None] * count, features=[rows[..., :0] for rows in outputs], outputs=outputs)

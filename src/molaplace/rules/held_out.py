@@ -24,7 +24,9 @@ from molaplace.network import (
     check_loader,
     evaluating,
     stream,
+    unwrapped,
 )
+from molaplace.options import counted
 from molaplace.rules.label_checks import check_accuracy, check_class_order, check_units
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
@@ -53,6 +55,8 @@ NO_SPREAD = 1e-6
 class HeldOut(Captured):
     """Features, outputs and labels of all held-out data, on the CPU and without positions."""
 
+    networks: Sequence[nn.Module]
+    """The networks whose features and outputs these are."""
     likelihood: Likelihood
     independent_share: float
     """Ratio of the number of independent data points to the number of rows. The ratio is below 1 for dense outputs, because the
@@ -64,6 +68,20 @@ class HeldOut(Captured):
     def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
         """Return the results (n, ...) of a function of rows for the data of all processes."""
         return self.team.gather(torch.cat([compute(rows) for rows in self.chunks()]))
+
+    def check_networks(self, networks: Sequence[nn.Module], likelihood: Likelihood) -> None:
+        """Raise `DataError` unless the data were read with these networks and for a likelihood with the same name."""
+        pairs = zip(self.networks, networks, strict=False)
+        differences = [index for index, (own, other) in enumerate(pairs) if unwrapped(own) is not unwrapped(other)]
+        reason = None
+        if len(self.networks) != len(networks):
+            reason = f"with {counted(len(self.networks), 'network')}, but the posterior has {len(networks)}"
+        elif differences:
+            reason = f"with other networks than those of the posterior (networks[{differences[0]}])"
+        elif self.likelihood.name != likelihood.name:
+            reason = f"for likelihood {self.likelihood.name!r}, but the posterior has {likelihood.name!r}"
+        if reason is not None:
+            raise DataError(f"these data were read {reason}. Pass the loader itself.", place=f"the {self.where}")
 
     def check_labels(self) -> None:
         """Raise `DataError` if labels and outputs order the classes differently; warn if predictions are no better than chance."""
@@ -202,6 +220,7 @@ def read_held_out(
     outputs = columns[count : 2 * count]
     counts = team.sum([torch.tensor([num_inputs, len(outputs[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
+        networks=networks,
         heads=heads,
         features=columns[:count],
         outputs=outputs,
