@@ -42,13 +42,15 @@ class LastLayer:
     ) -> LastLayer:
         """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
-        curvature = structure.solve(likelihood.sums_at_noise(sums))
-        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(sums), checksums)
+        weighted = sums.weighted()
+        curvature = structure.solve(likelihood.sums_at_noise(weighted))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(weighted), checksums)
 
     def with_sums(self, sums: Sums, likelihood: Likelihood) -> LastLayer:
         """Return the approximation computed from other sums, on the CPU."""
-        curvature = self.structure.solve(likelihood.sums_at_noise(sums))
-        distance = ClassDistance.from_sums(sums)
+        weighted = sums.weighted()
+        curvature = self.structure.solve(likelihood.sums_at_noise(weighted))
+        distance = ClassDistance.from_sums(weighted)
         return replace(self, sums=sums, weights=self.weights.cpu(), curvature=curvature, distance=distance)
 
     def to(self, device: torch.device) -> LastLayer:
@@ -106,7 +108,7 @@ class Component(nn.Module):
         """Return the component with its likelihood replaced, for example to change the noise level."""
         layer = self.layer
         if layer is not None:
-            curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
+            curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums.weighted()))
             layer = replace(layer, curvature=curvature.to(layer.weights.device))
         return Component(self.network, self.head, layer, likelihood)
 
@@ -135,7 +137,7 @@ class Component(nn.Module):
         .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
         """
         layer = self.require_layer("the log evidence")
-        log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
+        log_likelihood = self.likelihood.total_log_likelihood(layer.sums.weighted())
         if log_likelihood is None:
             raise OptionError("the log evidence needs training labels. Fit with batches of (inputs, labels).")
         precision = precision.to(layer.weights)

@@ -316,7 +316,7 @@ def make_component(
     checksums: StateChecksums,
 ) -> Component:
     """Build the component for one network from its sums. In regression, the noise is estimated from them unless it is given."""
-    fitted = likelihood.fitted(sums)
+    fitted = likelihood.fitted(sums.weighted())
     return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted, checksums), fitted)
 
 

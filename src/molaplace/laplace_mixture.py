@@ -545,7 +545,7 @@ class LaplaceMixture(Predictor):
         # Warn, and return a note, if the held-out data are the training data: as many, with the same log-likelihood under the first
         # network.
         component = self.components[0]
-        sums = component.require_layer("tuning").sums
+        sums = component.require_layer("tuning").sums.weighted()
         known = component.likelihood.total_log_likelihood(sums)
         if data.labels is None or not known:
             return ()

@@ -116,7 +116,7 @@ def _with_sums(posterior: MoLA, totals: Sequence[Sums]) -> MoLA:
     components = []
     with torch.inference_mode(False), torch.no_grad():
         for component, layer, sums in zip(posterior.components, _additive_layers(posterior), totals, strict=True):
-            likelihood = component.likelihood.refitted(layer.sums, sums)
+            likelihood = component.likelihood.refitted(layer.sums.weighted(), sums.weighted())
             components.append(
                 Component(component.network, component.head, layer.with_sums(sums, likelihood), likelihood)
             )
@@ -192,7 +192,7 @@ def _impossible(component: Component, layer: LastLayer, head: Head, remaining: S
         return f"{remaining.count:,} training data would remain"
     tolerance = max(SMALLEST_ROUNDING, ROUNDING * torch.finfo(head.module.weight.dtype).eps)
     before = layer.sums
-    reason = distance.impossible(remaining, tolerance * before.count)
+    reason = distance.impossible(remaining, tolerance * (before.count + before.extra_rows))
     if reason is not None:
         return reason
     for parts in (layer.structure.nonnegative, component.likelihood.nonnegative):

@@ -208,7 +208,7 @@ class MoLA(LaplaceMixture):
 
         The result is the posterior that a fit to all the data would give, because its sums are additive. The networks do not learn
         from the new data, and the settings are kept although they were chosen for the old data: `stale` is then True until the next
-        `tune`. If the fit averaged positions (positions="average"), each set of data is averaged on its own.
+        `tune`.
 
         Args:
             train_loader: new training data, in the same form as for `mola.fit`. Data that are already included are counted twice.

@@ -6,7 +6,7 @@ writes them to a file. The curvature, the distances and, for regression, the noi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ class Sums:
 
     tensors: dict[str, Tensor]
     count: int = 0
-    """Number of data points N."""
+    """Number of data points N. If positions are averaged, an input is one data point, however many rows it has."""
     log_likelihood: float | None = 0.0
     """Log-likelihood of the labels, or None if there were no labels; 0 if it is computed after the fit (`Likelihood.label_sums`)."""
+    extra_rows: int = 0
+    """Number of rows in the sums beyond one for each data point. The sums hold all rows with a weight of 1, so they can be added."""
 
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self.tensors)
@@ -29,7 +31,9 @@ class Sums:
         return self._with(merged, other)
 
     def __sub__(self, other: Sums) -> Sums:
-        return self + other.scaled(-1, -other.count)
+        log_likelihood = None if other.log_likelihood is None else -other.log_likelihood
+        negative = {name: -tensor for name, tensor in other.tensors.items()}
+        return self + Sums(negative, -other.count, log_likelihood, -other.extra_rows)
 
     def __iadd__(self, other: Sums) -> Sums:
         # Add in place, because allocating another C x C or P x P matrix for each batch would dominate the cost of the fit. The sums of
@@ -44,18 +48,21 @@ class Sums:
     def _with(self, tensors: dict[str, Tensor], other: Sums) -> Sums:
         known = self.log_likelihood is not None and other.log_likelihood is not None
         log_likelihood = (self.log_likelihood or 0.0) + (other.log_likelihood or 0.0) if known else None
-        return Sums(tensors, self.count + other.count, log_likelihood)
+        return Sums(tensors, self.count + other.count, log_likelihood, self.extra_rows + other.extra_rows)
 
     def present(self, *names: str) -> list[Tensor]:
         """Return those of the named tensors that exist, on the CPU and dense."""
         return [self.tensors[name].cpu().to_dense() for name in names if name in self.tensors]
 
-    def scaled(self, share: float, count: int) -> Sums:
-        """Return the sums multiplied by `share`, with `count` as the number of data points."""
-        tensors = {name: share * tensor for name, tensor in self.tensors.items()}
-        return Sums(tensors, count, None if self.log_likelihood is None else share * self.log_likelihood)
+    def weighted(self) -> Sums:
+        """Return the sums in which all rows together have the weight of N data points, from which estimates are computed."""
+        if self.extra_rows == 0:
+            return self
+        weight = self.count / (self.count + self.extra_rows)
+        tensors = {name: weight * tensor for name, tensor in self.tensors.items()}
+        return Sums(tensors, self.count, None if self.log_likelihood is None else weight * self.log_likelihood)
 
     def to(self, device: torch.device | str) -> Sums:
         """Return the same sums on another device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return Sums(tensors, self.count, self.log_likelihood)
+        return replace(self, tensors=tensors)

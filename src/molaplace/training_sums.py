@@ -6,6 +6,7 @@ The pass can be interrupted and resumed from a checkpoint, and several processes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def finished_sums(done: FitProgress, heads: Sequence[Head], team: Team, where: s
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")
     if heads[0].positions == "average" and heads[0].dense_axes:
         number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
-        totals = [total.scaled(number / total.count, number) for total in totals]
+        totals = [replace(total, count=number, extra_rows=total.count - number) for total in totals]
     return totals
 
 

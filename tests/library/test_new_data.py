@@ -135,6 +135,73 @@ class TestLaws:
         assert not (tmp_path / "pass").exists()
 
 
+def pixels(likelihood, seed, count, share):
+    """Images of which a share of the pixels is labelled."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 4, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(4, (count, 4, 5), generator=generator)
+    labels[torch.rand(count, 4, 5, generator=generator) > share] = -100
+    if likelihood == "bernoulli":
+        known = (labels >= 0).double()[:, None]
+        values = nn.functional.one_hot(labels.clamp_min(0), 4).double().movedim(-1, 1)
+        labels = torch.where(known.bool(), values, torch.nan)
+    elif likelihood == "gaussian":  # every pixel has targets, so the share differs by the size of the images
+        images = images[:, :, : 1 + round(3 * share)]
+        labels = torch.randn(count, 4, *images.shape[2:], generator=generator, dtype=torch.float64)
+    return loader(images, labels, 4)
+
+
+class TestAveragedPositions:
+    """positions="average": an input is one datum, however many of its positions are labelled, in whatever data it was."""
+
+    @pytest.fixture(params=["categorical", "bernoulli", "gaussian"])
+    def parts(self, request):
+        torch.manual_seed(0)
+        self.networks = [
+            nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 4, 1)).double() for _ in range(2)
+        ]
+        self.likelihood = request.param
+        return [pixels(self.likelihood, seed, 12 - seed, share) for seed, share in ((1, 0.9), (2, 0.2), (3, 0.5))]
+
+    def fit(self, structure, *parts):
+        data = [batch for part in parts for batch in part]
+        options = {"structure": structure, "likelihood": self.likelihood, "positions": "average", "progress": False}
+        return mola.fit(self.networks, data, **options)
+
+    def same(self, actual, expected):
+        query = torch.randn(3, 3, 4, 5, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        prediction = actual.predict(query)
+        reference = expected.predict(query)
+        for field in (
+            "distance",
+            "epistemic",
+            *(("probs",) if self.likelihood != "gaussian" else ("mean", "variance")),
+        ):
+            assert relative(getattr(prediction, field), getattr(reference, field)) < 1e-9, field
+        assert relative(actual.log_evidence(), expected.log_evidence()) < 1e-9
+        if self.likelihood == "gaussian":
+            assert relative(actual.noise, expected.noise) < 1e-10
+
+    def test_adding_removing_and_merging_are_exact(self, structure, parts, tmp_path):
+        first, second, third = parts
+        everything = self.fit(structure, *parts)
+        added = self.fit(structure, first).add(second, progress=False).add(third, progress=False)
+        self.same(added, everything)
+        self.same(self.fit(structure, third) + self.fit(structure, first) + self.fit(structure, second), everything)
+        remaining = self.fit(structure, first, third)
+        self.same(everything.without(second, progress=False), remaining)
+        self.same(added.without(second, progress=False), remaining)
+        loaded = mola.load(everything.save(tmp_path / "posterior"), self.networks)
+        self.same(loaded, everything)
+        self.same(loaded.without(second, progress=False), remaining)
+
+    def test_the_weight_is_that_of_the_inputs(self, structure, parts):
+        """The same images with every pixel labelled twice, as with twice the resolution, are no more data."""
+        finer = [(images.repeat_interleave(2, -1), labels.repeat_interleave(2, -1)) for images, labels in parts[0]]
+        self.networks = [nn.Sequential(nn.Conv2d(3, 6, 1), nn.Tanh(), nn.Conv2d(6, 4, 1)).double() for _ in range(2)]
+        self.same(self.fit(structure, finer), self.fit(structure, parts[0]))
+
+
 class TestNoise:
     @pytest.mark.parametrize(
         "likelihood", [Gaussian(shared=True), Gaussian(location=0.5, scale=2.0), Gaussian(noise=0.7)]
@@ -256,6 +323,24 @@ class TestRefused:
             other[0][0].weight[0, 0] += 1
         with pytest.raises(OptionError, match="weights"):
             mola.fit(networks(1), BIG) + mola.fit(other, BIG)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_a_rare_class_that_is_removed_twice(self, dtype):
+        """Class counts are whole numbers in every precision; features are rounded."""
+        inputs, labels = data(1, 2000, 3)
+        labels[:3] = 3
+        inputs = inputs.to(dtype)
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+        posterior = mola.fit(network, loader(inputs, labels, 64), progress=False)
+        rare = [(inputs[:3], labels[:3])]
+        once = posterior.without(rare, progress=False)
+        with pytest.raises(DataError, match="class 3 would have -3 data"):
+            once.without(rare, progress=False)
+        with pytest.raises(DataError, match="class 3"):
+            posterior.without(rare + rare[:1], progress=False)
+        for size in (1, 7, 300):  # other batch sizes round features differently
+            posterior.without(loader(inputs[:700], labels[:700], size), progress=False)
 
     def test_a_head_that_has_changed(self):
         members = networks(1)

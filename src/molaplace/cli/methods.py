@@ -59,7 +59,7 @@ def networks_alone(posterior: MoLA, count: int) -> MoLA:
     for component in posterior.components[:count]:
         likelihood = component.likelihood
         if isinstance(likelihood, Gaussian):
-            likelihood = likelihood.as_specified().fitted(component.require_layer("the noise").sums)
+            likelihood = likelihood.as_specified().fitted(component.require_layer("the noise").sums.weighted())
         components.append(Component(component.network, None, None, likelihood))
     return MoLA(components, weights=posterior.weights if count > 1 else "uniform")
 

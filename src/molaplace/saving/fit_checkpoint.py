@@ -27,7 +27,7 @@ from molaplace.saving.schema import Optional
 from molaplace.sums import Sums
 
 KIND = "fit-checkpoint"
-SUMS = [{"count": int, "log_likelihood": Optional(float)}]
+SUMS = [{"count": int, "log_likelihood": Optional(float), "extra_rows": int}]
 PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
 SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -132,9 +132,7 @@ class FitCheckpoint:
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return counts and log-likelihoods as JSON, and all tensors keyed by name; each name is prefixed with the component's index."""
-    entries = [
-        {"count": component_sums.count, "log_likelihood": component_sums.log_likelihood} for component_sums in sums
-    ]
+    entries = [{name: getattr(component_sums, name) for name in SUMS[0]} for component_sums in sums]
     return entries, {
         f"{index}.{name}": value
         for index, component_sums in enumerate(sums)
@@ -148,8 +146,7 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
     sums = [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
-            entry["count"],
-            entry["log_likelihood"],
+            **{name: entry[name] for name in SUMS[0]},
         )
         for index, entry in enumerate(entries)
     ]

@@ -68,7 +68,9 @@ def impossible(sums: Sums, tolerance: float) -> str | None:
     if COUNTS not in sums.tensors:
         return None
     counts, totals, norms = sums.present(COUNTS, DIRECTIONS, NORMS)
-    negative = (counts < -tolerance).nonzero().flatten().tolist()
+    # Counts of labels are whole numbers. A predicted class may change by rounding if the batch size does.
+    count_tolerance = tolerance if sums.log_likelihood is None else min(tolerance, 0.5)
+    negative = (counts < -count_tolerance).nonzero().flatten().tolist()
     if negative:
         return f"class {negative[0]} would have {float(counts[negative[0]]):,.6g} data"
     # The sum of m unit vectors has a norm of at most m.
