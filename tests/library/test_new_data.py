@@ -324,6 +324,29 @@ class TestRefused:
         with pytest.raises(OptionError, match="weights"):
             mola.fit(networks(1), BIG) + mola.fit(other, BIG)
 
+    def test_a_body_that_has_changed(self):
+        """The head is the same, but the features are not, so that their sums do not belong together."""
+        members = networks(2)
+        posterior = mola.fit(members, BIG)
+        with torch.no_grad():
+            members[1][0].weight.mul_(1.01)
+        later = mola.fit(members, SMALL)
+        for change in (lambda: posterior.add(SMALL), lambda: posterior.without(BIG[:1])):
+            with pytest.raises(OptionError, match=r"networks\[1\].*have changed"):
+                change()
+        with pytest.raises(OptionError, match="weights"):
+            posterior + later
+        later.add(BIG)
+
+    def test_a_body_that_has_changed_since_it_was_loaded(self, tmp_path):
+        members = networks(1)
+        posterior = mola.load(mola.fit(members, BIG).save(tmp_path / "posterior"), members)
+        posterior.add(SMALL)
+        with torch.no_grad():
+            members[0][0].bias.add_(0.1)
+        with pytest.raises(OptionError, match="have changed"):
+            posterior.add(SMALL)
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_a_rare_class_that_is_removed_twice(self, dtype):
         """Class counts are whole numbers in every precision; features are rounded."""
