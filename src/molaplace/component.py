@@ -113,10 +113,14 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Return the Laplace approximation, first moving it to the given device if necessary."""
-        if self.layer is not None and self.layer.weights.device != device:
-            self.layer = self.layer.to(device)
-        return self.layer
+        """Return the Laplace approximation on the given device, and keep it there for the next call.
+
+        A thread that uses another device may replace what is kept, but not what this call returns.
+        """
+        layer = self.layer
+        if layer is not None and layer.weights.device != device:
+            layer = self.layer = layer.to(device)
+        return layer
 
     def spread(self, phi: Tensor, precision: float | Tensor) -> Spread | None:
         """Return the spread of the logits for features (n, P), or None if there is no Laplace approximation."""
