@@ -211,6 +211,17 @@ def test_adapters_of_experts_answer_in_threads_as_in_one():
         assert_close(result, probs, "search")
 
 
+def test_new_data_after_further_training_of_an_adapter_are_refused():
+    model = bert()
+    posterior = mola.fit(mola.adapters(model), TRAIN[:1], progress=False)
+    with torch.no_grad():
+        next(value for name, value in model.named_parameters() if f"lora_A.{NAMES[1]}" in name).mul_(1.01)
+    with pytest.raises(OptionError, match=r"networks\[1\].*have changed"):
+        posterior.add(TRAIN[1:], progress=False)
+    with pytest.raises(OptionError, match="weights"):
+        posterior + mola.fit(mola.adapters(model), TRAIN[1:], progress=False)
+
+
 def test_what_goes_with_a_posterior_goes_with_views(tmp_path):
     model = bert()
     views = mola.adapters(model)
