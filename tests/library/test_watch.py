@@ -676,7 +676,7 @@ def test_damaged_watches_are_refused(tmp_path):
     with pytest.raises(StorageError, match="nowhere contains no watch"):
         mola.Watch.load(tmp_path / "nowhere")
     folder = normal_watch().update(predicted(np.zeros(10))).save(tmp_path / "watch")
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         with pytest.raises(StorageError):
