@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from molaplace.errors import DataError, MolaWarning, OptionError, importing
+from molaplace.errors import DataError, MolaWarning, OptionError, importing, located
 from molaplace.fitting import fit
 from molaplace.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
 from molaplace.numerics import one_thread
@@ -133,7 +133,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
                 held_out = []
                 for fold in range(int(folds.max()) + 1):
                     aside = folds == fold
-                    posteriors.append(fit_to(inputs[~aside], targets[~aside]))
+                    with located(f"cross-fitting with {counted(int((~aside).sum()), 'row')} of {len(folds):,}"):
+                        posteriors.append(fit_to(inputs[~aside], targets[~aside]))
                     rows = _batches(inputs[aside], targets[aside])
                     held_out.append(posteriors[-1].read(rows, "held-out rows", labelled=True, progress=False))
                 self.posterior_ = _tuned(fit_to(inputs, targets), posteriors, held_out, chosen_rule)

@@ -363,6 +363,18 @@ def test_constant_targets():
     assert np.isfinite(std).all()
 
 
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([0.0, 1.0], "cross-fitting with 1 row of 2: the noise cannot be estimated from a single training example"),
+        ([0.0, 0.0, 1.0], r"cross-fitting with 2 rows of 3: the target is constant \(0\) in all 2"),
+    ],
+)
+def test_too_few_rows_for_the_noise_are_counted(targets, words):
+    with pytest.raises(DataError, match=words):
+        quick_regressor().fit(np.arange(len(targets))[:, None], targets)
+
+
 def test_without_scikit_learn_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"

@@ -262,6 +262,11 @@ class Gaussian(RegressionLikelihood):
             self.deviation(1)  # this call raises an error, because the noise is unknown without targets
         residual_squares, _, target_sums, target_squares = sums.tensors["targets"].cpu()
         count = sums.count
+        if count == 1:
+            raise DataError(
+                "the noise cannot be estimated from a single training example. Pass more data, or pass noise= to "
+                "mola.likelihoods.Gaussian or mola.MolaRegressor."
+            )
         means = target_sums / count
         mean_squares = target_squares / count
         constant = (mean_squares - means.square() <= CONSTANT * mean_squares).nonzero().flatten().tolist()
