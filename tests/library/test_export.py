@@ -174,6 +174,18 @@ def test_a_file_runs_at_any_batch_size_and_contains_no_paths(several):
         assert word.encode() not in content
 
 
+def test_an_empty_batch_is_refused_with_the_reason(several):
+    with pytest.raises(DataError, match="at least one row, got an empty batch"):
+        mola.export.load(several.path)(several.inputs[:0])
+
+
+@pytest.mark.parametrize("exporter", ["onnx", "torch_export"])
+def test_pixels_take_bytes_alone(exporter, tmp_path):
+    with pytest.raises(DataError, match=r"example must contain raw pixels as bytes.*torch\.float32"):
+        getattr(mola.export, exporter)(fitted(), tmp_path / "file", data(2)[0], preparation=Pixels())
+    assert no_files(tmp_path)
+
+
 def test_decisions_by_the_thresholds_of_the_file(several):
     loaded = mola.export.load(several.path)
     actual = loaded(several.inputs.numpy())
@@ -452,7 +464,7 @@ def test_options_that_cannot_be_used(tmp_path):
     ):
         with pytest.raises(OptionError, match=words):
             mola.export.onnx(posterior, path, inputs, **options)
-    with pytest.raises(OptionError, match="std must be above 0"):
+    with pytest.raises(OptionError, match="std must be finite and above 0"):
         Pixels((0.5,), (0.0,))
     for wrong in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(StorageError, match="a file in an existing folder"):

@@ -104,7 +104,13 @@ class Pixels(nn.Module):
         self.normalisation: Normalisation = Normalisation(tuple(mean), tuple(std))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the normalised pixels as float32."""
+        """Return the normalised pixels as float32; raise `DataError` unless the pixels are bytes."""
+        if pixels.dtype != torch.uint8:
+            raise DataError(
+                f"must contain raw pixels as bytes (torch.uint8), since the exported model takes inputs of the same type; got "
+                f"{pixels.dtype}. `mola.export.Pixels` divides them by 255 and normalises them.",
+                argument="example",
+            )
         return self.normalisation(pixels)
 
     def extra_repr(self) -> str:

@@ -84,6 +84,8 @@ class LoadedExport:
         tensors = self.signature.tensors(inputs)
         try:
             return dict(self._run(tensors))
+        except DataError:
+            raise
         except Exception as error:
             shapes = {name: tuple(values.shape) for name, values in zip(self.signature.names, tensors, strict=True)}
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
@@ -179,6 +181,8 @@ def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
     outputs = [value.name for value in session.get_outputs()]
 
     def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        if any(len(tensor) == 0 for tensor in tensors):
+            raise DataError("an ONNX file needs batches of at least one row, got an empty batch.")
         arrays = [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
         results = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
         return {name: torch.from_numpy(values) for name, values in zip(outputs, results, strict=True)}

@@ -63,7 +63,7 @@ class NamedTensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """Size of each dimension; "batch" means any size."""
+    """Size of each dimension; "batch" means any size from 1."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ def onnx(
     """Export a posterior to a single ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
     The outputs have the names and values of the fields that `posterior.predict` returns, and are computed with the same random draws.
-    Batches may be of any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior
-    precisions, weights, link, structure and rule as JSON properties whose names begin with "molaplace.".
+    Batches may be of any size from 1, because onnxruntime cannot multiply matrices without rows. Inputs that contain NaN produce outputs
+    that contain NaN. The file stores the classes, inputs, prior precisions, weights, link, structure and rule as JSON properties whose
+    names begin with "molaplace.".
 
     Args:
         posterior: posterior from `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
