@@ -56,7 +56,13 @@ class HeadError(MolaError, ValueError):
 
 
 class DataError(MolaError, ValueError):
-    """A loader, batch, label or activation is invalid."""
+    """A loader, batch, label or activation is invalid.
+
+    Attributes:
+        rows: indices of the inputs in the batch that are NaN or infinite, or for which a network's outputs are; empty for other errors.
+    """
+
+    rows: tuple[int, ...] = ()
 
 
 class BoundError(MolaError, ValueError):

@@ -86,6 +86,25 @@ class _Fields:
         prediction._details = details if any(part._details is not None for part in parts) else None
         return prediction
 
+    def with_invalid(self, invalid: Tensor) -> Self:
+        """Return the prediction for n inputs, given which (n,) are invalid: their fields are NaN, the others are those here."""
+        valid = (~invalid).nonzero().flatten()
+
+        def insert(parts: list[Tensor], axis: int) -> Tensor:
+            [values] = parts
+            shape = [*values.shape[:axis], len(invalid), *values.shape[axis + 1 :]]
+            return torch.full(shape, torch.nan, dtype=values.dtype, device=values.device).index_copy(
+                axis, valid, values
+            )
+
+        return self if len(valid) == len(invalid) else self._combined([self], insert)
+
+    @property
+    def invalid(self) -> Tensor:
+        """Mask (n,) of the inputs that `predict(..., invalid="mark")` marked as NaN or infinite."""
+        name, axis = next(iter(self.axes.items()))
+        return self._read(name).transpose(0, axis).flatten(1).isnan().any(1)
+
     def cpu(self) -> Self:
         """Return the same prediction in main memory."""
         return self._combined([self], lambda values, _: values[0].cpu())
@@ -152,8 +171,9 @@ class _Fields:
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
-        return self._read("ood_score")
+        """Outlier score (n,), higher for more outlying inputs, and infinite for invalid inputs. `ood_score_name` is its name."""
+        score = self._read("ood_score")
+        return torch.where(score.isnan(), torch.inf, score)
 
     @property
     def distance(self) -> Tensor | None:
@@ -268,8 +288,15 @@ class Prediction(_Fields):
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,) or, for multi-label data, the most probable value (n, C) of each label: 1 for yes, 0 for no."""
-        return self.in_layout(self.distribution.predicted())
+        """Most probable class (n,) or, for multi-label data, the most probable value (n, C) of each label: 1 for yes, 0 for no.
+
+        Invalid inputs have the label -1.
+        """
+        distribution = self.distribution
+        unknown = distribution.probs.isnan()
+        if self.likelihood.mutually_exclusive:
+            unknown = unknown.any(-1)
+        return self.in_layout(torch.where(unknown, -1, distribution.predicted()))
 
     @property
     def confidence(self) -> Tensor:

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Inputs, as_batch, batch_count, peek
+from molaplace.network import Inputs, as_batch, batch_count, check_inputs, invalid_inputs, peek
 from molaplace.numerics import seed_from
+from molaplace.options import one_of
 from molaplace.prediction import Prediction, RegressionPrediction
+
+INVALID = ("raise", "mark")
+"""What `predict` may do with inputs that are NaN or infinite."""
 
 
 class Predictor(nn.Module, ABC):
@@ -47,23 +52,54 @@ class Predictor(nn.Module, ABC):
         """Predict one batch; links that draw samples use `seed`."""
 
     def predict_batches(
-        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False, required: bool = True
+        self,
+        inputs: Any,
+        *,
+        generator: torch.Generator | None = None,
+        invalid: str = "raise",
+        progress: bool = False,
+        required: bool = True,
     ) -> Iterator[Any]:
         """Predict batch by batch, in bounded memory.
 
         The arguments have the same meaning as in `predict`. If `required` is False, there may be no batch at all.
         """
         seed = seed_from(generator)
+        one_of(invalid, INVALID, "invalid")
         for name, batch in _batches(inputs, progress=progress, required=required):
             with located(name):
-                prediction = self.predict_batch(batch, seed).cpu()
+                if invalid == "mark":
+                    prediction = self._predict_marked(batch, seed)
+                else:
+                    prediction = self.predict_batch(batch, seed).cpu()
+                    check_inputs(batch)
             yield prediction
+
+    def _predict_marked(self, inputs: Inputs, seed: int | None) -> Any:
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        invalid = invalid_inputs(inputs)
+        if invalid is None:
+            return self.predict_batch(inputs, seed).cpu()
+        while True:
+            valid = (~invalid).nonzero().flatten()
+
+            def select(value: Any, size: int = len(invalid), rows: Tensor = valid) -> Any:
+                is_column = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
+                return value[rows.to(value.device)] if is_column and len(rows) < size else value
+
+            try:
+                return self.predict_batch(tree_map(select, inputs), seed).cpu().with_invalid(invalid.cpu())
+            except DataError as error:  # outputs that are not finite, one network at a time
+                if not error.rows:
+                    raise
+                invalid[valid[list(error.rows)]] = True
 
     def predict(
         self,
         inputs: Any,
         *,
         generator: torch.Generator | None = None,
+        invalid: str = "raise",
         progress: bool = False,
         team: Team | None = None,
     ) -> Any:
@@ -73,6 +109,8 @@ class Predictor(nn.Module, ABC):
             inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
                 positional arguments, or a mapping of their keyword arguments.
             generator: source of random numbers for links that draw samples; by default, the link's seed is used.
+            invalid: what to do if an input, or a network's output for it, is NaN or infinite: "raise" an error that names the rows, or
+                "mark" these inputs and answer the others. Marked inputs have NaN fields, the label -1 and an infinite outlier score.
             progress: whether to show a progress bar if stderr is a terminal.
             team: processes that predict together. Each process reads its own shard and returns the predictions of all processes,
                 ordered by rank.
@@ -82,7 +120,9 @@ class Predictor(nn.Module, ABC):
             when the first of them is read.
         """
         single_process = team is None or team.size == 1
-        predictions = self.predict_batches(inputs, generator=generator, progress=progress, required=single_process)
+        predictions = self.predict_batches(
+            inputs, generator=generator, invalid=invalid, progress=progress, required=single_process
+        )
         if single_process and _is_batch(inputs):
             return next(predictions)
         kind: Any = Prediction if self.likelihood.classification else RegressionPrediction

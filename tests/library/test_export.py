@@ -222,11 +222,12 @@ def test_the_file_runs_where_there_is_no_torch(several, tmp_path):
     assert name == several.names[int(expected.label[0])]
 
 
-def test_nan_in_is_nan_out(several):
+def test_nan_in_is_unknown_and_outlying(several):
     inputs = several.inputs[:3].clone()
     inputs[1] = torch.nan
     actual = mola.export.load(several.path)(inputs)
-    for name in ("probs", "confidence", "entropy", "epistemic", "ood_score", "distance"):
+    assert (actual["label"] == -1).tolist() == (actual["ood_score"] == torch.inf).tolist() == [False, True, False]
+    for name in ("probs", "confidence", "entropy", "epistemic", "distance"):
         assert actual[name].isnan().reshape(3, -1).any(1).tolist() == [False, True, False], name
 
 

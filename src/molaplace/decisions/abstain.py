@@ -80,7 +80,7 @@ class AnswerThreshold(Threshold):
         """
         if isinstance(prediction, Prediction):
             self._check(prediction)
-            return self._above(prediction.confidence)
+            return self._above(prediction.confidence.masked_fill(prediction.invalid, -torch.inf))
         values = self._numbers(prediction)
         if values.ndim == 2 and self.score != OWN:  # probabilities from any library
             values = probs_of(values).amax(1)

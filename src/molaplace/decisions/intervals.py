@@ -57,6 +57,13 @@ class PredictionIntervals:
                 settings, raises `OptionError`.
         """
         check_fingerprint(prediction, self.fingerprint, "these intervals")
+        invalid = prediction.invalid if isinstance(prediction, RegressionPrediction) else None
+        if invalid is not None and bool(invalid.any()):
+            infinite = torch.full((len(invalid), len(self.threshold)), torch.inf, dtype=torch.float64, device="cpu")
+            lower, upper = -infinite, infinite.clone()
+            valid = (~invalid).nonzero().flatten()
+            lower[valid], upper[valid] = self(prediction[valid])
+            return lower, upper
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
             raise DataError(f"expected predictions with {counted(len(self.threshold), 'output')}, got {low.shape[1]}.")

@@ -83,6 +83,11 @@ class PredictionSets:
             generator: random generator for randomised sets; torch's default generator if None.
         """
         check_fingerprint(prediction, self.fingerprint, "these sets")
+        invalid = prediction.invalid if isinstance(prediction, Prediction) else None
+        if invalid is not None and bool(invalid.any()):
+            sets = torch.ones(len(invalid), self.classes, dtype=torch.bool, device="cpu")  # no class can be ruled out
+            sets[~invalid] = self(prediction[(~invalid).nonzero().flatten()], generator=generator)
+            return sets
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
             raise DataError(f"expected probabilities for {self.classes} classes; got {probs.shape[1]} classes.")

@@ -116,7 +116,7 @@ class BatchPredictor:
         fields = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
         columns: dict[str, NDArray[Any]] = {"label": fields["label"].astype(np.int64)}
         if classes:
-            columns["class"] = np.array(classes, dtype=object)[columns["label"]]
+            columns["class"] = np.array([*classes, None], dtype=object)[columns["label"]]  # None for the label -1
         columns |= {name: fields[name].astype(np.float64) for name in model.fields}
         if threshold is not None:
             columns["outlying"] = columns["ood_score"] > threshold

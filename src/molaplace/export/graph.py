@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from molaplace.errors import DataError, OptionError
 from molaplace.images import Normalisation
 from molaplace.laplace_mixture import NO_DISTANCES
-from molaplace.network import Inputs
+from molaplace.network import Inputs, invalid_inputs
 from molaplace.network.calling import LABELS, signature_of
 from molaplace.numerics import as_tensor
 from molaplace.options import did_you_mean
@@ -178,7 +178,17 @@ class PosteriorGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return the requested fields, keyed by name and shaped as in `posterior.predict`."""
         posterior = self.held[0]
+        invalid = invalid_inputs(self.signature.inputs(tensors))
         with torch.no_grad():
             captured = posterior.capture(self.network_inputs(tensors))
         prediction = posterior.make_prediction(captured)
-        return {name: getattr(prediction, name) for name in self.outputs}
+        fields = {name: getattr(prediction, name) for name in self.outputs}
+        if invalid is None or not any(tensor.is_floating_point() for tensor in tensors):
+            return fields
+        # Runtimes differ in whether a maximum or a ReLU keeps NaN, so marks are set on the outputs.
+        marks = {"label": -1, "ood_score": torch.inf}
+        for name, values in fields.items():
+            axis = type(prediction).axes.get(name, 0)
+            shape = [1] * axis + [-1] + [1] * (values.dim() - axis - 1)
+            fields[name] = torch.where(invalid.reshape(shape), marks.get(name, torch.nan), values)
+        return fields

@@ -101,7 +101,7 @@ class LoadedExport:
 
         Returns:
             Boolean tensors, one for each threshold in the file: "outlying" and "answer" of shape (n,), and "set" of shape (n, C).
-            "answer" is false for outliers.
+            "answer" is false for outliers. NaN is outlying, is not answered, and excludes no class.
         """
         decisions: dict[str, Tensor] = {}
         for name, threshold, output in DECISIONS:
@@ -114,7 +114,9 @@ class LoadedExport:
                     f"when exporting the posterior."
                 )
             values = outputs[output].double()
-            decisions[name] = values >= limit if name == "set" else values > limit
+            decisions[name] = (
+                values > limit if name == "answer" else ~(values < limit) if name == "set" else ~(values <= limit)
+            )
         if "answer" in decisions and "outlying" in decisions:
             decisions["answer"] &= ~decisions["outlying"]
         return decisions

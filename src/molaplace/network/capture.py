@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_posit
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from molaplace.network.next_tokens import labels_of_logits
 from molaplace.numerics import float64_device, to_float64
+from molaplace.options import listed
 
 VALUES_AT_ONCE = 2**21
 """Largest number of values per network in one chunk of rows (16 MB in float64)."""
@@ -138,7 +139,7 @@ class Captured:
             if not bool(values.isfinite().all()):
                 rows = self.select(EVERY if self.in_use is None else self.in_use)
                 with located(f"networks[{number}]"):
-                    check_finite(rows.outputs[number], rows.phi[number], self.in_use)
+                    check_finite(rows.outputs[number], rows.phi[number], self.in_use, self.layout.count)
 
     def check_logits(self, networks: Sequence[nn.Module], inputs: Inputs, likelihood: Likelihood) -> None:
         """Raise `HeadError` if the outputs of a network without a known head are probabilities."""
@@ -375,17 +376,57 @@ def _with_drawn_positions(captured: Captured, most: int, first_input: int) -> Ca
     return replace(captured, labels=labels, in_use=in_use[indices])
 
 
-def check_finite(outputs: Tensor, phi: Tensor | None = None, rows: Tensor | None = None) -> None:
-    """Raise `DataError` if outputs (m, C) or features (m, P) are not finite; `rows` holds their row numbers, by default 0 to m - 1."""
+def invalid_inputs(inputs: Inputs) -> Tensor | None:
+    """Return which inputs (n,) of a batch are NaN or infinite; None without tensors.
+
+    In a tuple or mapping, only NaN counts, because masks may be infinite. The code does not branch on tensor values.
+    """
+    single = isinstance(inputs, Tensor)
+    values: Any = inputs.values() if isinstance(inputs, Mapping) else [inputs] if single else inputs
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+    if not tensors:
+        return None
+    invalid = torch.zeros(tensors[0].shape[0], dtype=torch.bool, device=tensors[0].device)
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.shape[0] == tensors[0].shape[0]:
+            unusable = ~tensor.isfinite() if single else tensor.isnan()
+            invalid = invalid | (unusable.flatten(1).any(1) if tensor.dim() > 1 else unusable)
+    return invalid
+
+
+def check_inputs(inputs: Inputs) -> None:
+    """Raise `DataError` if inputs are NaN or infinite: layers such as tanh would turn infinity into a typical feature."""
+    invalid = invalid_inputs(inputs)
+    if invalid is not None and bool(invalid.any()):
+        raise _not_finite("inputs", invalid.nonzero().flatten(), len(invalid), "")
+
+
+def _not_finite(name: str, rows: Tensor, count: int, remedy: str) -> DataError:
+    numbers = rows.tolist()
+    error = DataError(
+        f"{name} are NaN or infinite for {len(numbers)} of {count} rows ({'row' if len(numbers) == 1 else 'rows'} {listed(numbers, 10)}). "
+        f"{remedy}Leave these inputs out, or let predict(..., invalid='mark') mark them and answer the others."
+    )
+    error.rows = tuple(numbers)
+    return error
+
+
+def check_finite(outputs: Tensor, phi: Tensor | None = None, rows: Tensor | None = None, positions: int = 1) -> None:
+    """Raise `DataError` if outputs (m, C) or features (m, P) are not finite.
+
+    `rows` holds their row numbers, by default 0 to m - 1, and `positions` is the number of rows of each input.
+    """
     # NaN and infinity propagate from the features to the outputs, and from the outputs to their sum.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", outputs[:, :0] if phi is None else phi), ("outputs", outputs)):
-        affected = (~values.isfinite()).any(1).nonzero()
+        affected = (~values.isfinite()).any(1).nonzero().flatten()
         if len(affected):
-            first = int(affected[0])
-            where = f" (first: row {first if rows is None else int(rows[first])})"
-            raise DataError(
-                f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{where}. Check the inputs "
-                "and the network's weights for NaN. Values may overflow in a float16 network; use bfloat16 or float32 instead."
+            remedy = (
+                "Check the inputs and the network's weights for NaN. Values may overflow in a float16 network; use bfloat16 or float32 "
+                "instead. "
             )
+            numbers = affected if rows is None else rows[affected.cpu()]
+            error = _not_finite(name, numbers, len(values), remedy)
+            error.rows = tuple(dict.fromkeys(number // positions for number in error.rows))
+            raise error
