@@ -17,6 +17,7 @@ In a search, the settings are L candidates; spreads, divisors and scores then ha
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -65,6 +66,13 @@ AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
 
 STALE = "stale: the training data have changed since tuning, so tune again"
 """Line that marks a posterior whose settings were chosen for other training data."""
+
+UNTUNED = "not tuned: settings are defaults or given by hand, so call tune(val_loader) with validation data"
+"""Line that marks a posterior whose settings were not chosen on data."""
+
+WORSE = 1.5
+LEAST_GAP = 0.03
+"""Ratio and difference in nats above which the log loss on training data is suspiciously larger than on validation data."""
 
 WIDE = ("component_variance", "component_noise")
 """Results that stay in float64, because variances may overflow in float32 even if standard deviations do not."""
@@ -208,6 +216,7 @@ class LaplaceMixture(Predictor):
         lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
         lines += [] if self.tuning is None else [f"  {self.tuning.summary}"]
         lines += [f"  {STALE}"] if self.stale else []
+        lines += [f"  {UNTUNED}"] if self.tuning is None else []
         lines.append(f"  structure: {self.structure}")
         if self.likelihood.classification:
             lines.append(f"  link: {self.link.name}")
@@ -542,14 +551,26 @@ class LaplaceMixture(Predictor):
         return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
 
     def _notes_on_novelty(self, data: HeldOut) -> tuple[str, ...]:
-        # Warn, and return a note, if the held-out data are the training data: as many, with the same log-likelihood under the first
-        # network.
+        # Warn, and return a note, if the first network is much worse on the training data than on the held-out data, or if these are
+        # the training data: as many, with the same log-likelihood.
         component = self.components[0]
         sums = component.require_layer("tuning").sums.weighted()
         known = component.likelihood.total_log_likelihood(sums)
         if data.labels is None or not known:
             return ()
         values = data.team.gather(component.likelihood.log_likelihood(data.outputs[0], data.labels))
+        losses = -known / sums.count, -float(values.mean())
+        error = float(values.std(correction=0)) / math.sqrt(max(1.0, data.independent_share * len(values)))
+        if component.likelihood.classification and losses[0] > max(
+            WORSE * losses[1], losses[1] + 4 * error + LEAST_GAP
+        ):
+            return (
+                warned(
+                    f"the log loss of networks[0] is {losses[0]:.3g} on the training data, but only {losses[1]:.3g} on those of the "
+                    f"{data.where}. Networks are no worse on the data on which they were trained. Check that the training data are "
+                    f"prepared as in training (normalisation, channel order, labels), and that the two sets are not swapped."
+                ),
+            )
         if len(values) != sums.count or abs(float(values.sum()) - known) > SAME * abs(known):
             return ()
         return (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from molaplace.errors import warn
 from molaplace.likelihoods.base import ClassificationLikelihood
 
 COMBINED = "far-field + energy + distance"
@@ -18,6 +19,28 @@ DISTANCE = "distance"
 NORM = "norm"
 VARIANCE = "variance"
 """Names of the outlier scores for regression."""
+
+
+TYPICAL = 0.2
+"""Validation data seem to be training data if their mean score is below that of other validation data by this much, in standard
+deviations of a score's terms."""
+
+
+def warn_if_training_data(scores: Tensor, name: str, where: str) -> None:
+    """Warn if outlier scores (n,), of the kind called `name`, are lower than validation data allow.
+
+    The two standardised terms of the combined score have a mean of 0 on the validation data of the tuning, and the third is not negative.
+    A clearly negative mean therefore shows more typical data. Other scores have no such reference.
+    """
+    if name != COMBINED or len(scores) < 2:
+        return
+    values = scores.detach().cpu().double()
+    if float(values.mean()) < -max(TYPICAL, 4 * float(values.std()) / len(values) ** 0.5):
+        warn(
+            f"the outlier scores of {where} are lower than those of the validation data on which the posterior was tuned, by "
+            f"{-float(values.mean()):.2g} standard deviations on average. If these are training data, every new input looks strange "
+            f"beside them. Pass held-out data."
+        )
 
 
 def max_logit_score(logits: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from molaplace.errors import (
     StructureTooLargeError,
 )
 from tests.conftest import STRUCTURES
+from tests.library import problems
 from tests.library.problems import LOADER, X, Y
 from tests.witness import unchanged
 
@@ -370,3 +371,63 @@ def test_a_name_of_a_submodule_is_found_there():
             getattr(mola, name)
     with pytest.raises(AttributeError, match=r"^module 'molaplace' has no attribute 'nothing'$"):
         mola.nothing  # noqa: B018
+
+
+# --- data that were prepared differently, or swapped ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def overfitted():
+    """Networks that are right on all training data and on three quarters of the others, whose inputs are mostly noise."""
+    generator = torch.Generator().manual_seed(3)
+    sets = []
+    for seed, count in ((0, 200), (1, 600)):
+        inputs, labels = problems.blobs(seed, count=count)
+        sets.append((torch.cat([inputs, torch.randn(count, 20, generator=generator)], 1), labels))
+    networks = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(23, 64), nn.ReLU(), nn.Linear(64, problems.CLASSES))
+        optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
+        for _ in range(300):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(sets[0][0]), sets[0][1]).backward()
+            optimiser.step()
+        networks.append(network)
+    return networks, *sets
+
+
+@pytest.mark.parametrize("change", ["none", "swapped", "not normalised", "another order of channels"])
+def test_training_data_on_which_networks_are_worse_are_noticed(overfitted, change):
+    networks, train, val = overfitted
+    if change == "swapped":
+        train, val = val, train
+    elif change == "not normalised":
+        train = (0.1 * train[0] - 0.5, train[1])
+    elif change == "another order of channels":
+        train = (torch.cat([train[0][:, [2, 1, 0]], train[0][:, 3:]], 1), train[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = mola.fit(networks, [train], [val], progress=False)
+    messages = [str(warning.message) for warning in caught if "on the training data, but only" in str(warning.message)]
+    assert len(messages) == (change != "none")
+    assert [note for note in posterior.tuning.notes if "swapped" in note] == messages
+
+
+def test_thresholds_and_watches_from_training_data_are_noticed(overfitted):
+    networks, train, val = overfitted
+    posterior = mola.fit(networks, [train], [(val[0][:300], val[1][:300])], progress=False)
+    with pytest.warns(mola.errors.MolaWarning, match="lower than those of the validation data"):
+        mola.alarm_threshold(posterior.predict(train[0]), 0.05)
+    with pytest.warns(mola.errors.MolaWarning, match="lower than those of the validation data"):
+        mola.watch(posterior, [train])
+    for rows in (slice(300), slice(300, None)):
+        mola.alarm_threshold(posterior.predict(val[0][rows]), 0.05)
+        mola.watch(posterior, [(val[0][rows], val[1][rows])])
+
+
+def test_a_posterior_that_was_not_tuned_says_so(overfitted):
+    networks, train, val = overfitted
+    posterior = mola.fit(networks, [train], progress=False)
+    assert "not tuned" in repr(posterior)
+    assert "not tuned" not in repr(posterior.tune([val], progress=False))

@@ -15,6 +15,7 @@ from molaplace.decisions.ranks import as_numbers, conformal_quantiles, data_need
 from molaplace.decisions.threshold import OWN, Threshold
 from molaplace.errors import DataError
 from molaplace.options import check_share, counted
+from molaplace.outliers import warn_if_training_data
 from molaplace.prediction import Prediction, RegressionPrediction
 
 
@@ -84,6 +85,7 @@ def alarm_threshold(scores: Prediction | RegressionPrediction | Any, false_alarm
             f"{int(values.isnan().sum())} NaN.",
             argument="scores",
         )
+    warn_if_training_data(values, name, "the validation data")
     count = len(values)
     rate = check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     if count < data_needed(rate):

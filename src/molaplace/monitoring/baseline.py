@@ -16,6 +16,7 @@ from molaplace.monitoring.labelled import VALIDATION_SHARE, lower_bound
 from molaplace.monitoring.ranks import Array, ScoreCounts
 from molaplace.network import IGNORE_INDEX, batches, labels_of_logits
 from molaplace.options import counted
+from molaplace.outliers import warn_if_training_data
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 
@@ -188,6 +189,9 @@ class Baseline:
             corrects.append(correct[:, positions])
             if isinstance(prediction, Prediction):
                 confidences.append(as_rows(prediction.confidence)[:, positions])
+        warn_if_training_data(
+            torch.from_numpy(np.concatenate(scores)), prediction.ood_score_name, "the validation loader"
+        )
         columns = _joined(confidences) if confidences else None
         baseline = cls.of_columns(np.concatenate(scores), columns, _joined(corrects), pooled=pooled)
         return replace(baseline, choices=choices, ignore_index=ignore_index, fingerprint=posterior.fingerprint)
