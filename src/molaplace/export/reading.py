@@ -22,7 +22,10 @@ from torch import Tensor
 
 from molaplace.errors import DataError, OptionError, StorageError, importing
 from molaplace.export.graph import Signature
+from molaplace.likelihoods import LIKELIHOODS
 from molaplace.network import Inputs
+from molaplace.numerics import as_tensor
+from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.saving.files import read_file
 from molaplace.saving.schema import Optional, check, parse
 
@@ -42,6 +45,11 @@ SCHEMA: dict[str, Any] = {
     "outputs": [str],
     "classes": [str],
     "networks": [str],
+    "likelihood": str,
+    "ood_score": str,
+    "fingerprint": str,
+    "channels_first": bool,
+    "weights": [float],
     **{name: Optional(float) for name in THRESHOLDS},
 }
 
@@ -66,6 +74,7 @@ class LoadedExport:
     Attributes:
         classes: names of the classes.
         outputs: names of the outputs.
+        fingerprint: fingerprint of the exported posterior, which predictions carry.
     """
 
     def __init__(self, run: Run, document: dict[str, Any]) -> None:
@@ -73,6 +82,7 @@ class LoadedExport:
         self.document: dict[str, Any] = document
         self.classes: list[str] = document["classes"]
         self.outputs: list[str] = document["outputs"]
+        self.fingerprint: str = document["fingerprint"]
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -92,6 +102,42 @@ class LoadedExport:
             raise DataError(
                 f"the exported file does not accept inputs with shapes {shapes} and dtypes {kinds}: {reason(error)}"
             ) from error
+
+    def predict_batch(self, inputs: Inputs) -> Prediction | RegressionPrediction:
+        """Return the prediction for one batch, as the posterior's `predict` does, for thresholds and for `mola.watch`."""
+        return self.prediction_of(self(inputs))
+
+    def prediction_of(self, outputs: Mapping[str, Any]) -> Prediction | RegressionPrediction:
+        """Return the prediction with the given outputs of this file, which may be tensors or arrays that a server computed.
+
+        Args:
+            outputs: outputs keyed by name, with at least "probs" and "ood_score" or, for regression, "ood_score", "component_mean",
+                "component_variance" and "component_noise", which are exported only if they are listed.
+        """
+        likelihood = LIKELIHOODS[self.document["likelihood"]]()
+        regression = not likelihood.classification
+        needed = ["ood_score", *(name for name in RegressionPrediction.axes if "component" in name)]
+        missing = [name for name in (needed if regression else ["probs", "ood_score"]) if name not in outputs]
+        if missing:
+            raise DataError(
+                f"must contain {', '.join(missing)} for a prediction. Export the posterior with outputs=[...] that include them.",
+                argument="outputs",
+            )
+        fields: dict[str, Any] = {name: as_tensor(values) for name, values in outputs.items()}
+        options = {
+            "ood_score_name": self.document["ood_score"],
+            "likelihood": likelihood,
+            "axis": 1 if self.document["channels_first"] else -1,
+            "fingerprint": self.fingerprint,
+        }
+        if regression:
+            weights = torch.tensor(self.document["weights"], dtype=torch.float64, device="cpu")
+            return RegressionPrediction(fields, weights=weights, **options)
+        if "aleatoric" not in fields:
+            # What was not exported is unknown.
+            entropy = Prediction({"probs": fields["probs"]}, **options).entropy
+            fields["aleatoric"] = entropy - fields.get("epistemic", torch.nan)
+        return Prediction(fields, **options)
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply the thresholds stored in `document`; to use other thresholds, edit them there first.

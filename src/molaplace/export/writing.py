@@ -30,6 +30,7 @@ from molaplace.export.reading import (
     reason,
     require,
 )
+from molaplace.fingerprints import digest
 from molaplace.network import Inputs, evaluating, head_by_name
 from molaplace.posterior import MoLA
 from molaplace.saving.files import write_atomically
@@ -226,7 +227,11 @@ def trace(
         pairs = zip(tensors, indices, strict=True)
         program = _program(graph, tuple(tensor[rows].detach().clone() for tensor, rows in pairs))
     # Return the description as it will be read from the file, with tuples converted to lists.
-    return program, graph, json.loads(json.dumps({"classes": names, **_describe(graph)}))
+    return (
+        program,
+        graph,
+        json.loads(json.dumps({"classes": names, "channels_first": prediction.axis != -1, **_describe(graph)})),
+    )
 
 
 def _in_half_precision(posterior: MoLA) -> MoLA:
@@ -282,6 +287,8 @@ def _describe(graph: PosteriorGraph) -> dict[str, Any]:
         "rule": None if tuning is None else tuning.rule,
         "tuning_notes": [] if tuning is None else list(tuning.notes),
         "ood_score": posterior.ood_score_name,
+        # Scores of half-precision networks differ, so they have thresholds and watches of their own.
+        "fingerprint": digest(posterior.fingerprint, "float16") if graph.float16 else posterior.fingerprint,
         "float16": graph.float16,
         "preparation": None if graph.preparation is None else repr(graph.preparation),
     }

@@ -56,7 +56,7 @@ def choices_of(prediction: Any) -> int | None:
     return prediction.likelihood.num_choices(prediction.probs.shape[prediction.axis])
 
 
-def ignore_index_of(posterior: Predictor) -> int:
+def ignore_index_of(posterior: Predictor | Any) -> int:
     """Return the label that marks positions without a label, as chosen when the posterior was fitted."""
     heads = [component.head for component in getattr(posterior, "components", ())]
     return heads[0].ignore_index if heads and heads[0] is not None else IGNORE_INDEX
@@ -162,7 +162,7 @@ class Baseline:
         return shares_correct(correctness(predicted, labels, self.choices, self.ignore_index))
 
     @classmethod
-    def read(cls, posterior: Predictor, loader: Iterable[Any]) -> Baseline:
+    def read(cls, posterior: Predictor | Any, loader: Iterable[Any]) -> Baseline:
         """Predict the validation data batch by batch, and keep what a watch needs."""
         scores: list[Array] = []
         confidences: list[Array] = []
@@ -170,6 +170,7 @@ class Baseline:
         pooled = False
         choices = None
         ignore_index = ignore_index_of(posterior)
+        networks = [posterior] if isinstance(posterior, Predictor) else []  # an exported file has no modules
         for index, batch in enumerate(batches(loader, "validation loader")):
             batch_name = f"batch {index} of the validation loader"
             with located(batch_name):
@@ -179,7 +180,7 @@ class Baseline:
                 missing = np.full((len(predicted), predicted.shape[-1]), np.nan)
                 labels = batch.labels
                 if isinstance(prediction, Prediction):
-                    labels = labels_of_logits([posterior], batch, prediction.probs.shape, ignore_index, batch_name)
+                    labels = labels_of_logits(networks, batch, prediction.probs.shape, ignore_index, batch_name)
                 correct = missing if labels is None else correctness(predicted, labels, choices, ignore_index)
             positions = np.arange(correct.shape[1])
             if is_dense(prediction):

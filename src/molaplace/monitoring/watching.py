@@ -34,6 +34,8 @@ from molaplace.saving.schema import Optional
 
 KIND = "watch"
 
+FROM_OUTPUTS = " For the outputs of an exported file, pass exported.prediction_of(outputs), with exported = mola.export.load(path)."
+
 
 class Watch:
     """A stream of inputs, or several merged streams, compared with validation data. Created by `mola.watch`, `load` or `merge`.
@@ -90,7 +92,8 @@ class Watch:
         kind = RegressionPrediction if self.baseline.regression else Prediction
         if not isinstance(prediction, kind):
             raise OptionError(
-                f"must be a mola.{kind.__name__}, like the predictions for the validation data; got a {type(prediction).__name__}.",
+                f"must be a mola.{kind.__name__}, like the predictions for the validation data; got a {type(prediction).__name__}."
+                f"{FROM_OUTPUTS if isinstance(prediction, Mapping) else ''}",
                 argument="prediction",
             )
         check_fingerprint(prediction, self.baseline.fingerprint, "this watch")
@@ -370,7 +373,7 @@ def _order(stream: Stream) -> tuple[Any, ...]:
 
 
 def watch(
-    posterior: Predictor,
+    posterior: Predictor | Any,
     val_loader: Iterable[Any],
     *,
     alpha: float = 0.01,
@@ -386,7 +389,8 @@ def watch(
     the data, which must resemble the inputs as they were when all was well.
 
     Args:
-        posterior: any predictor: a posterior, an ensemble or a mixture.
+        posterior: any predictor: a posterior, an ensemble, a mixture, or an exported file from `mola.export.load`. A file has the
+            fingerprint of its posterior, so either may be watched by a watch that was begun with the other.
         val_loader: iterable of batches, of inputs alone or of (inputs, labels).
         alpha: largest probability of a false alarm over the whole life of the stream, for each of the two alarms.
         tolerance: fall in accuracy, from 0 to 1, that the alarm of `watch.labelled` tolerates.
@@ -399,12 +403,13 @@ def watch(
         A `Watch`. Call `watch.update(prediction)` for each batch, and read `alarm`, `accuracy` and `labelled` at any time. Inputs must
         come in order of arrival or in random order, not sorted by class.
     """
-    if not isinstance(posterior, Predictor):
+    if not hasattr(posterior, "predict_batch"):
         raise OptionError(
             f"must be a posterior, an ensemble or a mixture; got a {type(posterior).__name__}. For networks, pass mola.ensemble(networks); "
             f"for mola.MolaClassifier, pass its posterior_.",
             argument="posterior",
         )
     options = WatchOptions(alpha, tolerance, recent, window, seed)
-    posterior.check_weights()
+    if isinstance(posterior, Predictor):
+        posterior.check_weights()
     return Watch.of(Baseline.read(posterior, val_loader), options, name)
