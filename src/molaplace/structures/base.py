@@ -180,7 +180,7 @@ class LayerCurvature(Curvature):
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
         most = max(1, WEIGHTS_AT_ONCE // (self.outputs * self.features))
-        deviations = phi.new_empty(len(phi), count, self.outputs)
+        deviations = phi.new_empty(phi.shape[0], count, self.outputs)  # `len` would fix the batch size of a trace
         for start in range(0, count, most):
             weights = self.sample(precision, min(most, count - start), generator).to(phi)
             deviations[:, start : start + most] = torch.einsum("np,scp->nsc", phi, weights)
