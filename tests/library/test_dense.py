@@ -408,7 +408,10 @@ def test_dense_labels_of_another_form_are_named(name):
         ),
         (lambda: nn.Conv2d(FEATURES, CLASSES, 1, stride=2), r"stride=\(2, 2\)"),
         (lambda: nn.Conv2d(FEATURES, 4, 1, groups=2), "groups=2"),
-        (lambda: nn.ConvTranspose2d(FEATURES, CLASSES, 1), r"last layer, 'layer'.*without reshaping"),
+        (
+            lambda: nn.ConvTranspose2d(FEATURES, CLASSES, 1),
+            r"'layer' returns shape \(6, 4, 5, 7\).*\(6, 3, 5, 7\).*1x1 convolution",
+        ),
         (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Softmax(1)), r"'head.0'.*applies a softmax"),
         (lambda: nn.Conv2d(FEATURES, 1, 1), "at least 2 classes"),
     ],

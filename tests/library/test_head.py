@@ -158,7 +158,7 @@ BAD = {
     "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network with an nn.Linear"),
     "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus its bias"),
     "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*logits=lambda"),
-    "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of 'body\.0'"),
+    "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of .*'body\.0'"),
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
     message = rf"(?s)networks\[1\] \({type(network).__name__}\): .*{words}"
     with unchanged(network, good), evaluating(network), pytest.raises(HeadError, match=message) as caught:
         find_heads([good, network], [None, None], X, CATEGORICAL)
-    advice = re.search(r"returns the output of (?:a linear layer, such as )?'([^']+)'", str(caught.value))
+    advice = re.search(r"returns the output of .*, such as '([^']+)'", str(caught.value))
     if advice is not None:
         outputs = []
         network.get_submodule(advice.group(1)).register_forward_hook(lambda _, args, output: outputs.append(output))

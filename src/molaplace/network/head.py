@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -204,6 +205,13 @@ def find_head(
 
     Call this function inside `evaluating(network)`.
     """
+    return watched_pass(network, inputs, name, likelihood)[0]
+
+
+def watched_pass(
+    network: nn.Module, inputs: Inputs, name: str | None, likelihood: Likelihood
+) -> tuple[Head, Tensor, Tensor]:
+    """Find the head as `find_head` does, and return it with its input and output at the positions of the network's output."""
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):
         raise HeadError(
@@ -229,7 +237,8 @@ def find_head(
         if reason is not None:
             raise HeadError(f"the network's output is the output of layer {returned.name!r}, which {reason}")
         assert returned.tensors is not None  # `_returned` compares tensors
-        if not _is_linear(returned.layer, *returned.tensors):
+        features = returned.tensors[0]
+        if not _is_linear(returned.layer, features, outputs):
             raise HeadError(
                 f"the network's output shares memory with the output of layer {returned.name!r} but does not equal the layer's "
                 f"weight times its input plus its bias. Either the logits are overwritten in place after the layer, or the layer "
@@ -237,10 +246,10 @@ def find_head(
             )
         head = Head(returned.name, returned.layer, dense_axes=outputs.dim() - 2)
     else:
-        carried_head = _carried_head(network, inputs, outputs, calls)
-        if carried_head is None:
+        carried = _carried_head(network, inputs, outputs, calls)
+        if carried is None:
             raise HeadError(_explain(network, outputs, calls))
-        head = carried_head
+        head, features, outputs = carried
     if outputs.dim() > 2:
         rows = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
         likelihood.check_outputs(rows, [(head.name, outputs.shape)])
@@ -250,7 +259,7 @@ def find_head(
             f"Pass head={head.name!r}, or pass None to find the head automatically.",
             argument="head",
         )
-    return head
+    return head, features, outputs
 
 
 def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
@@ -274,8 +283,10 @@ def linear_errors(layer: Layer, features: Tensor, outputs: Tensor) -> tuple[Tens
     return (expected - to_float64(outputs)).abs(), tolerance * (float(expected.abs().max()) or 1.0)
 
 
-def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
-    # Return the last layer after which the network only selects, averages or interpolates positions.
+def _carried_head(
+    network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]
+) -> tuple[Head, Tensor, Tensor] | None:
+    # Return the last layer after which the network only selects, averages or interpolates positions, with its input and output there.
     dense_axes = outputs.dim() - 2
     tried = set()
     for layer_call in reversed(calls):
@@ -304,7 +315,7 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
             continue
         equal = torch.allclose(recomputed, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
         if equal and _is_linear(layer_call.layer, features, recomputed):
-            return head
+            return head, features, recomputed
     return None
 
 
@@ -364,108 +375,88 @@ def _why_not_linear(layer: Layer) -> str | None:
 
 
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
-    kind = type(network).__name__
-    shape = tuple(outputs.shape)
-    adapted = _adapted_layer(network, calls)
-    if adapted is not None:
+    if not calls:
         return (
-            f"the last layer, {adapted!r}, has an adapter, so no nn.Linear computes the logits. Train the layer itself: list it in "
-            f"modules_to_save, not in target_modules, of the adapter's configuration."
+            f"no nn.Linear and no 1x1 convolution ran in the forward pass of {type(network).__name__}.{_hidden_layers(network)} "
+            f"End the network with an nn.Linear that maps features to logits."
         )
-    rearranged = _rearranged(outputs, calls)
-    if rearranged is not None:
-        return rearranged
-    averaged = _averaged(outputs, calls)
-    if averaged is not None:
-        return averaged
-    near = [layer_call for layer_call in calls if layer_call.tensors is not None and layer_call.shape == shape]
-    if not near and len(shape) <= 2:
-        near = [
-            layer_call for layer_call in calls if len(layer_call.shape) <= 2 and isinstance(layer_call.layer, nn.Linear)
-        ]
-    if near and near[-1].tensors is not None:
-        name = near[-1].name
-        axis = 1 if isinstance(near[-1].layer, Convolution) else -1
-        named_layer = (
-            repr(name) if near[-1].shape[axis] == outputs.shape[axis] else f"a linear layer, such as {name!r},"
-        )
-        return (
-            f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
-            f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
-            f"{_hidden_layers(network)} Pass a network whose forward method returns the output of {named_layer} unchanged."
-        )
-    last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
-    if len(shape) <= 2:
-        return (
-            f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
-            f"for a posterior.{last}{_hidden_layers(network)} End the network with an nn.Linear that maps features to logits."
-        )
-    return (
-        "expected outputs of shape (batch, classes), or dense outputs of shape (batch, classes, height, width) from a 1x1 "
-        f"convolution or (batch, positions, classes) from a linear layer; got shape {shape} from {kind}."
-        f"{last} Pass a network that returns the output of its last layer without reshaping it."
+    explanations = (cause(network, outputs, calls) for cause in CAUSES)
+    near = next((layer_call for layer_call in reversed(calls) if layer_call.shape == outputs.shape), calls[-1])
+    return next(filter(None, explanations), None) or (
+        f"the network's output is not the output of its last linear layer. Layer {near.name!r} returns shape {tuple(near.shape)}, and "
+        f"the network returns shape {tuple(outputs.shape)}{_change(near, outputs)}.{_hidden_layers(network)} Pass a network whose "
+        f"forward method returns the output of a linear layer or 1x1 convolution, such as {near.name!r}, unchanged."
     )
 
 
-def _adapted_layer(network: nn.Module, calls: Sequence[_Call]) -> str | None:
-    # Return the name of the layer of peft in which the last linear layer runs, or None if there is no such layer.
+def _adapted(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str | None:
+    # The last linear layer runs in a layer of peft.
     modules = _named_layers(network)
-    entries = calls[-1].name.split(".") if calls else []
-    prefixes = (".".join(entries[:depth]) for depth in range(1, len(entries)))
-    return next((name for name in prefixes if hasattr(modules.get(name), "adapter_layer_names")), None)
+    prefixes = accumulate(calls[-1].name.split("."), "{}.{}".format)
+    name = next((name for name in prefixes if hasattr(modules[name], "adapter_layer_names")), None)
+    return name and (
+        f"the last layer, {name!r}, has an adapter, so no nn.Linear computes the logits. Train the layer itself: list it in "
+        f"modules_to_save, not in target_modules, of the adapter's configuration."
+    )
 
 
-def _rearranged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
-    # What to do if the network returns some of the last layer's outputs, as a choice of tokens, or scores one choice at a time.
-    last = calls[-1] if calls else None
-    if last is None or last.tensors is None or logits.dim() != 2 or not isinstance(last.layer, nn.Linear):
+def _rearranged(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str | None:
+    # The network returns some of the last layer's outputs, as a choice of tokens, or puts scores of one choice each into a row.
+    last = calls[-1]
+    if last.tensors is None or outputs.dim() != 2 or not isinstance(last.layer, nn.Linear):
         return None
     name = last.name
-    inputs, outputs = logits.shape
+    inputs, width = outputs.shape
     of_first_input = last.tensors[1][: last.shape[0] // inputs]
-    if not bool(torch.isin(to_float64(logits[0]), to_float64(of_first_input)).all()):
+    if width < 2 or not bool(torch.isin(to_float64(outputs[0]), to_float64(of_first_input)).all()):
         return None
-    if len(last.shape) == 3 and last.shape[0] == inputs and last.shape[2] > outputs > 1:
+    if len(last.shape) == 3 and last.shape[0] == inputs and last.shape[2] > width:
         return (
-            f"the network returns {outputs} of the {last.shape[2]:,} outputs of layer {name!r} at one position, but a posterior needs "
-            f"a layer with these {outputs} outputs alone. If {name!r} is the last layer of a language model of transformers, pass the "
-            f"model itself with tokens=[...], the indices of the {outputs} outputs. Otherwise, end the network with an nn.Linear that has "
-            f"these rows of {name!r}."
+            f"the network returns {width} of the {last.shape[2]:,} outputs of layer {name!r} at one position, but a posterior needs "
+            f"a layer with these {width} outputs alone. If {name!r} is the last layer of a language model of transformers, pass the "
+            f"model itself with tokens=[...], the indices of the {width} outputs. Otherwise, end the network with an nn.Linear that "
+            f"has these rows of {name!r}."
         )
-    if tuple(last.shape) == (inputs * outputs, 1) and outputs > 1:
-        return (
-            f"layer {name!r} scores one choice at a time, and the network puts the scores of {outputs} choices into one row, so no "
-            f"layer has {outputs} outputs. For a posterior, pass a network that returns the score of one choice, shape (batch, 1), "
-            f"with every choice as an input of its own, labelled 1 if it is right and 0 otherwise, and likelihood='bernoulli'. "
-            f"Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
-        )
-    return None
-
-
-def _averaged(logits: Tensor, calls: Sequence[_Call]) -> str | None:
-    # What to do if the network returns the mean of several heads, as distilled vision transformers do in evaluation mode.
-    heads = {}
-    for layer_call in calls:
-        if (
-            isinstance(layer_call.layer, nn.Linear)
-            and layer_call.tensors is not None
-            and layer_call.shape == logits.shape
-        ):
-            heads[layer_call.name] = (layer_call.layer.in_features, to_float64(layer_call.tensors[1]))
-    count = len(heads)
-    if count < 2:
-        return None
-    mean = torch.stack([outputs for _, outputs in heads.values()]).mean(0)
-    if not torch.allclose(mean, to_float64(logits), rtol=1e-3, atol=1e-3):
-        return None
-    names = " and ".join(map(repr, heads))
-    features = sum(width for width, _ in heads.values())
     return (
-        f"the network returns the mean of the outputs of layers {names}, but a posterior needs one last layer. Together, they are "
-        f"one layer whose input is their joined inputs: head = nn.Linear({features}, {logits.shape[-1]}), with the weights "
-        f"torch.cat([layer.weight for layer in layers], 1) / {count} and the mean of the biases. Return head(torch.cat(inputs, 1)). "
-        f"Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
+        None
+        if last.shape != (inputs * width, 1)
+        else (
+            f"layer {name!r} scores one choice at a time, and the network puts the scores of {width} choices into one row, so no "
+            f"layer has {width} outputs. For a posterior, pass a network that returns the score of one choice, shape (batch, 1), "
+            f"with every choice as an input of its own, labelled 1 if it is right and 0 otherwise, and likelihood='bernoulli'. "
+            f"{WITHOUT_POSTERIOR}"
+        )
     )
+
+
+def _averaged(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str | None:
+    # The network returns the mean of several heads, as distilled vision transformers do in evaluation mode.
+    heads = {
+        layer_call.name: (layer_call.layer.in_features, to_float64(layer_call.tensors[1]))
+        for layer_call in calls
+        if isinstance(layer_call.layer, nn.Linear)
+        and layer_call.tensors is not None
+        and layer_call.shape == outputs.shape
+    }
+    if len(heads) < 2:
+        return None
+    widths, of_heads = zip(*heads.values(), strict=True)
+    if not torch.allclose(torch.stack(of_heads).mean(0), to_float64(outputs), rtol=1e-3, atol=1e-3):
+        return None
+    return (
+        f"the network returns the mean of the outputs of layers {' and '.join(map(repr, heads))}, but a posterior needs one last layer. "
+        f"Together, they are one layer whose input is their joined inputs: head = nn.Linear({sum(widths)}, {outputs.shape[-1]}), with "
+        f"the weights torch.cat([layer.weight for layer in layers], 1) / {len(heads)} and the mean of the biases. Return "
+        f"head(torch.cat(inputs, 1)). {WITHOUT_POSTERIOR}"
+    )
+
+
+CAUSES = (_adapted, _rearranged, _averaged)
+"""Causes that users met: functions of the network, its output and the calls of its layers, which return an explanation or None."""
+
+WITHOUT_POSTERIOR = (
+    "Without a posterior, mola.ensemble(networks) and mola.calibration.temperature_scaled accept the network as it is."
+)
 
 
 def _hidden_layers(network: nn.Module) -> str:
@@ -479,19 +470,19 @@ def _hidden_layers(network: nn.Module) -> str:
     return ""
 
 
-def _change(before: Tensor, after: Tensor, axis: int) -> str:
-    if before.shape != after.shape:
-        several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
-        return f"returns shape {tuple(after.shape)}{', perhaps the concatenated outputs of several heads' if several else ''}"
-    before = to_float64(before)
-    after = to_float64(after)
+def _change(layer_call: _Call, outputs: Tensor) -> str:
+    if layer_call.tensors is None or layer_call.shape != outputs.shape:
+        several = outputs.dim() == len(layer_call.shape) == 2 and outputs.shape[1] > layer_call.shape[1]
+        return ", perhaps the concatenated outputs of several heads" if several else ""
+    axis = 1 if isinstance(layer_call.layer, Convolution) else -1
+    logits = to_float64(layer_call.tensors[1])
     changes = {
-        "copies or converts it": before,
-        "applies a softmax to it": before.softmax(axis),
-        "applies a log-softmax to it": before.log_softmax(axis),
-        "applies a sigmoid to it": before.sigmoid(),
+        "copies or converts the layer's output": logits,
+        "applies a softmax to the layer's output": logits.softmax(axis),
+        "applies a log-softmax to the layer's output": logits.log_softmax(axis),
+        "applies a sigmoid to the layer's output": logits.sigmoid(),
     }
     for words, changed in changes.items():
-        if torch.allclose(changed, after, rtol=1e-3, atol=1e-3):
-            return words
-    return "changes it, for example by a temperature"
+        if torch.allclose(changed, to_float64(outputs), rtol=1e-3, atol=1e-3):
+            return f": it {words}"
+    return ": it changes the values, for example by a temperature"
