@@ -5,37 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from molaplace.component import per_component
 from molaplace.distributed import Team
-from molaplace.errors import DataError, HeadError, OptionError, located
-from molaplace.fitting import make_component
+from molaplace.errors import DataError, OptionError, located
+from molaplace.fitting import fit
 from molaplace.likelihoods import Likelihood, as_likelihood
-from molaplace.links import Link, as_link
-from molaplace.network import (
-    IGNORE_INDEX,
-    Captured,
-    Head,
-    HeadNetwork,
-    as_layer,
-    as_rows,
-    captured_arrays,
-    head_by_name,
-    state_checksums,
-    with_labels,
-)
+from molaplace.links import Link
+from molaplace.network import Head, HeadNetwork, as_layer, as_rows, captured_arrays, head_by_name
 from molaplace.options import counted
 from molaplace.posterior import MoLA
-from molaplace.rules import Rule, as_rule
-from molaplace.saving.fit_checkpoint import FitProgress
-from molaplace.settings import Settings
-from molaplace.structures import Structure, as_structure
-from molaplace.structures.base import check_size
-from molaplace.sums import Sums
-from molaplace.training_sums import add_batch, finished_sums, warn_of_empty_classes
-from molaplace.weights import check_weighting
+from molaplace.rules import Rule
+from molaplace.structures import Structure
 
 WHERE = "training features"
 
@@ -105,7 +86,6 @@ def fit_features(
     Raises:
         DataError: if the features do not give the outputs through the last layer.
     """
-    team = Team.single() if team is None else team
     if heads is None:
         raise OptionError(
             "is missing. Pass the last layer as an nn.Linear or as a pair (weight, bias), or a list of them.",
@@ -113,39 +93,27 @@ def fit_features(
         )
     networks = head_networks(heads)
     likelihood = as_likelihood(likelihood)
-    structure = as_structure(structure)
-    link = as_link(link, likelihood)
-    weighting = check_weighting(weights, len(networks))
-    settings = Settings(tuple(per_component(prior_precision, len(networks), "prior_precision")))
-    if rule is not None or val_loader is not None:
-        as_rule(rule, likelihood, val_loader)
-    layers = [head_by_name(network, "layer") for network in networks]
-    if len({layer.outputs for layer in layers}) > 1:
-        raise HeadError(
-            f"expected last layers with the same number of outputs, got {[layer.outputs for layer in layers]}.",
-            argument="heads",
-        )
-    check_size(structure, [layer.width for layer in layers], layers[0].outputs)
-    done = FitProgress([Sums({}) for _ in layers])
-    with torch.inference_mode(False), torch.no_grad():
-        for batch in _batches(features, outputs, labels, layers, likelihood):
-            add_batch(done, batch, layers, structure, likelihood, distances=distances)
-        totals = finished_sums(done, layers, team, WHERE)
-        components = [
-            make_component(structure, likelihood, *parts)
-            for parts in zip(networks, layers, totals, state_checksums(networks), strict=True)
-        ]
-    warn_of_empty_classes(totals[0])
-    posterior = MoLA(components, settings, link=link, weights=weighting)
-    if val_loader is None and rule is None:
-        return posterior
-    return posterior.tune(val_loader, rule=rule, progress=progress, team=team)
+    return fit(
+        networks,
+        _batches(features, outputs, labels, networks, likelihood),
+        val_loader,
+        rule=rule,
+        structure=structure,
+        link=link,
+        likelihood=likelihood,
+        prior_precision=prior_precision,
+        weights=weights,
+        distances=distances,
+        team=team,
+        progress=progress,
+    )
 
 
 def _batches(
-    features: Any, outputs: Any, labels: Any, heads: Sequence[Head], likelihood: Likelihood
-) -> Iterator[Captured]:
-    # Yield the rows in parts of bounded size, with their labels.
+    features: Any, outputs: Any, labels: Any, networks: Sequence[nn.Module], likelihood: Likelihood
+) -> Iterator[tuple[Any, ...]]:
+    # Yield the features in parts of bounded size, with their labels, after a comparison of the outputs with those of the last layers.
+    heads = [head_by_name(network, "layer") for network in networks]
     if outputs is not None:
         yield from _parts(features, outputs, labels, heads, likelihood, WHERE)
         return
@@ -155,7 +123,6 @@ def _batches(
             "(features, outputs, labels) are outputs and labels None.",
             argument="outputs",
         )
-    labelled = None
     for index, batch in enumerate(features):
         where = f"batch {index} of the {WHERE}"
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
@@ -164,26 +131,19 @@ def _batches(
                 f"expected (features, outputs, labels) or (features, outputs), got {type(batch).__name__}{size}.",
                 place=where,
             )
-        batch_labels = batch[2] if len(batch) == 3 else None
-        if labelled not in (None, batch_labels is not None):
-            raise DataError(f"{'has no' if labelled else 'has'} labels, unlike the batches before it.", place=where)
-        labelled = batch_labels is not None
-        yield from _parts(batch[0], batch[1], batch_labels, heads, likelihood, where)
+        yield from _parts(batch[0], batch[1], batch[2] if len(batch) == 3 else None, heads, likelihood, where)
 
 
 def _parts(
     features: Any, outputs: Any, labels: Any, heads: Sequence[Head], likelihood: Likelihood, where: str
-) -> Iterator[Captured]:
-    first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-    count = len(first)
+) -> Iterator[tuple[Any, ...]]:
+    count = len(outputs[0] if isinstance(outputs, (tuple, list)) else outputs)
     if labels is not None and len(labels) != count:
         raise DataError(
             f"expected a label for each of {counted(count, 'row')}, got {len(labels):,} labels.", place=where
         )
-    with located(where):
-        for start in range(0, count, ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
-            captured = captured_arrays(heads, features, outputs, likelihood, rows)
-            if labels is not None:
-                captured = with_labels(captured, as_rows(labels[rows], "labels"), likelihood, "labels", IGNORE_INDEX)
-            yield captured
+    for start in range(0, count, ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        with located(where):
+            inputs = tuple(captured_arrays(heads, features, outputs, likelihood, rows).features)
+        yield (inputs,) if labels is None else (inputs, as_rows(labels[rows], "labels"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, combinations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,29 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.component import Component, LastLayer, per_component
-from molaplace.distributed import Team, check_sampler
-from molaplace.errors import DataError, OptionError, located, warn
+from molaplace.distributed import Team
+from molaplace.errors import OptionError, located, warn
 from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link, as_link
 from molaplace.network import (
     IGNORE_INDEX,
     Branch,
-    Head,
+    HeadNetwork,
     LogitsOf,
     Positions,
-    StateChecksums,
     TokenChoice,
-    as_batch,
-    batch_count,
     check_loader,
     check_network,
     check_positions,
-    check_positions_labelled,
     evaluating,
-    find_heads,
-    head_by_name,
-    peek,
-    state_checksums,
     token_ids,
     unwrapped,
 )
@@ -44,8 +35,6 @@ from molaplace.rules import Rule, as_rule
 from molaplace.saving.fit_checkpoint import FitCheckpoint
 from molaplace.settings import Settings
 from molaplace.structures import Structure, as_structure
-from molaplace.structures.base import check_size
-from molaplace.sums import Sums
 from molaplace.training_sums import read_sums, warn_of_empty_classes
 from molaplace.weights import check_weighting
 
@@ -140,6 +129,8 @@ def _are_copies(first: nn.Module, second: nn.Module) -> bool:
     # do not share tell copies apart.
     if first is second:
         return True
+    if isinstance(first, HeadNetwork):  # each of them takes features of its own
+        return False
     left = list(first.parameters())
     right = list(second.parameters())
     if [values.shape for values in left] != [values.shape for values in right]:
@@ -227,97 +218,39 @@ def fit(
     settings = Settings(tuple(per_component(prior_precision, count, "prior_precision")))
     names = per_component(head, count, "head")
     positions = check_positions(positions)
-    check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)  # reports an unsuitable rule before the pass over the data
-    if team.size > 1:
-        check_sampler(train_loader)
-        if not structure.additive:
-            raise OptionError(
-                "a running average depends on the order of the batches and cannot be computed by several processes. "
-                "Use running_average=None."
-            )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
-
-    # Sums computed in inference mode could not be differentiated later.
+    heads, checksums, totals = read_sums(
+        models,
+        names,
+        train_loader,
+        structure,
+        likelihood,
+        where="training loader",
+        distances=distances,
+        positions=positions,
+        ignore_index=ignore_index,
+        team=team,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
+    components = []
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
-        heads, batches = _heads_and_batches(models, names, train_loader, likelihood, team)
-        heads = [replace(head, ignore_index=ignore_index, positions=positions) for head in heads]
-        check_size(structure, [head.width for head in heads], heads[0].outputs)
-        checksums = state_checksums(models)
-        totals = read_sums(
-            models,
-            heads,
-            checksums,
-            batches,
-            structure,
-            likelihood,
-            distances=distances,
-            where="training loader",
-            total=batch_count(train_loader),
-            team=team,
-            checkpoints=checkpoints,
-            progress=progress,
-        )
-        components = [
-            make_component(structure, likelihood, *network_parts)
-            for network_parts in zip(models, heads, totals, checksums, strict=True)
-        ]
+        for network, network_head, sums, parts in zip(models, heads, totals, checksums, strict=True):
+            fitted = likelihood.fitted(
+                sums.weighted()
+            )  # in regression, with the noise estimated from the sums unless it is given
+            layer = LastLayer.from_sums(structure, sums, network_head.weights(), fitted, parts)
+            components.append(Component(network, network_head, layer, fitted))
     warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
     checkpoints.remove()
     return posterior
-
-
-def _heads_and_batches(
-    networks: Sequence[nn.Module],
-    names: Sequence[str | None],
-    loader: Iterable[Any],
-    likelihood: Likelihood,
-    team: Team,
-) -> tuple[list[Head], Iterator[Any]]:
-    # Return the heads and all batches. The heads are found by watching a forward pass on the first batch; a rank without data copies
-    # them from another rank.
-    if team.size == 1:
-        first, batches = peek(loader, "training loader")
-    else:
-        batches = iter(loader)
-        first = next(batches, None)
-        batches = batches if first is None else chain([first], batches)
-    heads = None
-    if first is not None:
-        batch_name = "batch 0 of the training loader"
-        batch = as_batch(first, batch_name)
-        heads = find_heads(networks, names, batch.inputs, likelihood)
-        if heads[0].dense_axes == 1:  # before the size of a whole vocabulary is refused
-            check_positions_labelled(networks, batch, heads[0].outputs, batch_name)
-    descriptions = [(head.name, head.every_position, head.dense_axes) for head in heads or ()]
-    descriptions = next((of_rank for of_rank in team.collect(descriptions) if of_rank), [])
-    if not descriptions:
-        raise DataError("the training loader is empty on every rank. Pass at least one batch.")
-    if heads is None:
-        heads = [
-            replace(head_by_name(network, name), every_position=every_position, dense_axes=dense_axes)
-            for network, (name, every_position, dense_axes) in zip(networks, descriptions, strict=True)
-        ]
-    return heads, batches
-
-
-def make_component(
-    structure: Structure,
-    likelihood: Likelihood,
-    network: nn.Module,
-    head: Head,
-    sums: Sums,
-    checksums: StateChecksums,
-) -> Component:
-    """Build the component for one network from its sums. In regression, the noise is estimated from them unless it is given."""
-    fitted = likelihood.fitted(sums.weighted())
-    return Component(network, head, LastLayer.from_sums(structure, sums, head.weights(), fitted, checksums), fitted)
 
 
 def ensemble(

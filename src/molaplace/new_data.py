@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from molaplace.component import Component, LastLayer
-from molaplace.distributed import Team, check_sampler
+from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError
-from molaplace.network import Head, batch_count, check_loader, evaluating
+from molaplace.network import Head, check_loader, evaluating
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving.fit_checkpoint import FitCheckpoint
@@ -87,27 +87,25 @@ def _sums_over(
     # Return the sums over the data of a loader, read as the posterior's training data were.
     team = Team.single() if team is None else team
     layers = _additive_layers(posterior)
-    check_loader(loader, where)
-    if team.size > 1:
-        check_sampler(loader)
     heads = [component.head for component in posterior.components if component.head is not None]
+    check_loader(loader, where)
+    posterior.check_weights()  # sums over different features cannot be added
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
-    with torch.inference_mode(False), torch.no_grad(), evaluating(*posterior.networks):
-        posterior.check_weights()  # sums over different features cannot be added
-        sums = read_sums(
-            posterior.networks,
-            heads,
-            [layer.checksums for layer in layers],
-            iter(loader),
-            layers[0].structure,
-            posterior.likelihood.as_specified(),
-            distances=posterior.has_distances,
-            where=where,
-            total=batch_count(loader),
-            team=team,
-            checkpoints=checkpoints,
-            progress=progress,
-        )
+    _, _, sums = read_sums(
+        posterior.networks,
+        heads,
+        loader,
+        layers[0].structure,
+        posterior.likelihood.as_specified(),
+        where=where,
+        distances=posterior.has_distances,
+        positions=heads[0].positions,
+        ignore_index=heads[0].ignore_index,
+        checksums=[layer.checksums for layer in layers],
+        team=team,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
     checkpoints.remove()
     return sums
 

@@ -166,7 +166,7 @@ def _batches(inputs: Any, *, progress: bool = False, required: bool = True) -> I
             "expected a tensor, got a NumPy array. Use predict_proba(array), or predict(torch.from_numpy(array))."
         )
     # With several processes, the shard of this process may be empty.
-    batches = peek(inputs, "prediction loader")[1] if required else iter(inputs)
+    _, batches = peek(inputs, "prediction loader", required=required)
     bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
     for index, raw in enumerate(bar):
         name = f"batch {index} of the prediction loader"

@@ -5,80 +5,162 @@ The pass can be interrupted and resumed from a checkpoint, and several processes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from molaplace.distributed import Team
-from molaplace.errors import DataError, warn
+from molaplace.distributed import Team, check_sampler
+from molaplace.errors import DataError, OptionError, warn
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Captured, Head, StateChecksums, stream
+from molaplace.network import (
+    Captured,
+    Head,
+    Positions,
+    StateChecksums,
+    as_batch,
+    batch_count,
+    check_loader,
+    check_positions_labelled,
+    evaluating,
+    find_heads,
+    head_by_name,
+    peek,
+    state_checksums,
+    stream,
+)
 from molaplace.numerics import float64_device
 from molaplace.options import listed
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from molaplace.structures import Structure
+from molaplace.structures.base import check_size
 from molaplace.structures.distance import distance_sums
 from molaplace.sums import Sums
 
 
 def read_sums(
     networks: Sequence[nn.Module],
-    heads: Sequence[Head],
-    checksums: Sequence[StateChecksums],
-    batches: Iterator[Any],
+    heads: Sequence[Head | str | None],
+    loader: Iterable[Any],
     structure: Structure,
     likelihood: Likelihood,
     *,
-    distances: bool,
     where: str,
-    total: int | None,
+    distances: bool,
+    positions: Positions,
+    ignore_index: int,
+    checksums: Sequence[StateChecksums] | None = None,
     team: Team,
     checkpoints: FitCheckpoint,
     progress: bool,
-) -> list[Sums]:
-    """Read the batches once and return the sums of each network over the data of all processes, on the CPU.
+) -> tuple[list[Head], Sequence[StateChecksums], list[Sums]]:
+    """Read a loader once and return the heads, the checksums, and the sums of each network over the data of all processes, on the CPU.
 
-    Call this function inside `evaluating(*networks)`. Remove the checkpoints when the sums are no longer needed.
+    Remove the checkpoints when the sums are no longer needed.
+
+    Args:
+        networks: the trained networks.
+        heads: head of each network or, to find it in the pass over the first batch, its name or None.
+        loader: any iterable of batches.
+        structure: structure of the curvature.
+        likelihood: likelihood of the labels.
+        where: name of the loader in messages.
+        distances: whether to compute the sums needed for distances.
+        positions: positions of dense outputs to use, as for `mola.fit`.
+        ignore_index: label that marks positions to ignore.
+        checksums: checksums of the networks' weights, if they are known.
+        team: processes that share the pass.
+        checkpoints: where to save the progress.
+        progress: whether to show a progress bar.
     """
-    positions = heads[0].positions
-    ignore_index = heads[0].ignore_index
-    identity = {
-        "networks": [list(parts) for parts in checksums],
-        "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
-        "structure": {"name": structure.name, **structure.settings()},
-        "likelihood": {"name": likelihood.name, **likelihood.settings()},
-        "options": [distances, positions, ignore_index],
-    }
-    team.agree(identity, "fit")
-    done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
-    captured = stream(
-        networks,
-        heads,
-        checkpoints.resume(batches, done),
-        where=where,
-        likelihood=likelihood,
-        progress=progress,
-        total=total,
-        positions=positions,
-        ignore_index=ignore_index,
-        first_batch=done.batches,
-        first_input=team.unique(done.inputs),  # each process draws different positions
-        required=team.size == 1,
+    check_loader(loader, where)
+    if team.size > 1:
+        check_sampler(loader)
+        if not structure.additive:
+            raise OptionError(
+                "a running average depends on the order of the batches and cannot be computed by several processes. "
+                "Use running_average=None."
+            )
+    # Sums computed in inference mode could not be differentiated later.
+    with torch.inference_mode(False), torch.no_grad(), evaluating(*networks):
+        known, batches, first = _first_pass(networks, heads, loader, likelihood, where, team)
+        known = [replace(head, ignore_index=ignore_index, positions=positions) for head in known]
+        check_size(structure, [head.width for head in known], known[0].outputs)
+        checksums = state_checksums(networks) if checksums is None else checksums
+        identity = {
+            "networks": [list(parts) for parts in checksums],
+            "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in known],
+            "structure": {"name": structure.name, **structure.settings()},
+            "likelihood": {"name": likelihood.name, **likelihood.settings()},
+            "options": [distances, positions, ignore_index],
+        }
+        team.agree(identity, "fit")
+        done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in known])
+        captured = stream(
+            networks,
+            known,
+            checkpoints.resume(batches, done),
+            where=where,
+            likelihood=likelihood,
+            progress=progress,
+            total=batch_count(loader),
+            positions=positions,
+            ignore_index=ignore_index,
+            first_batch=done.batches,
+            first_input=team.unique(done.inputs),  # each process draws different positions
+            first=None if done.batches else first,
+            required=team.size == 1,
+        )
+        del first  # the stream frees it after the first batch
+        done.sums = [
+            total.to(float64_device(head.module.weight.device)) for total, head in zip(done.sums, known, strict=True)
+        ]
+        for batch in captured:
+            _add_batch(done, batch, known, structure, likelihood, distances=distances)
+            checkpoints.save(identity, done)
+        checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
+        return known, checksums, _finished_sums(done, known, team, where)
+
+
+def _first_pass(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head | str | None],
+    loader: Iterable[Any],
+    likelihood: Likelihood,
+    where: str,
+    team: Team,
+) -> tuple[list[Head], Iterator[Any], Captured | None]:
+    # Return the heads, all batches and, if the heads were found in the pass over the first batch, what it captured. A rank without
+    # data copies the heads from another rank.
+    names = [head for head in heads if not isinstance(head, Head)]
+    if not names:
+        return list(heads), iter(loader), None  # type: ignore[arg-type]
+    raw, batches = peek(loader, where, required=team.size == 1)
+    found: list[Head] = []
+    first = None
+    if raw is not None:
+        batch_name = f"batch 0 of the {where}"
+        batch = as_batch(raw, batch_name)
+        found, first = find_heads(networks, names, batch.inputs, likelihood)
+        if found[0].dense_axes == 1:  # before the size of a whole vocabulary is refused
+            check_positions_labelled(networks, batch, found[0].outputs, batch_name)
+    descriptions = [(head.name, head.every_position, head.dense_axes) for head in found]
+    descriptions = next((of_rank for of_rank in team.collect(descriptions) if of_rank), [])
+    if not descriptions:
+        raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")
+    return (
+        [
+            replace(head_by_name(network, name), every_position=every_position, dense_axes=dense_axes)
+            for network, (name, every_position, dense_axes) in zip(networks, descriptions, strict=True)
+        ],
+        batches,
+        first,
     )
-    done.sums = [
-        total.to(float64_device(head.module.weight.device)) for total, head in zip(done.sums, heads, strict=True)
-    ]
-    for batch in captured:
-        add_batch(done, batch, heads, structure, likelihood, distances=distances)
-        checkpoints.save(identity, done)
-    checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
-    return finished_sums(done, heads, team, where)
 
 
-def add_batch(
+def _add_batch(
     done: FitProgress,
     batch: Captured,
     heads: Sequence[Head],
@@ -87,7 +169,6 @@ def add_batch(
     *,
     distances: bool,
 ) -> None:
-    """Add the sums over a batch to the progress of a pass."""
     if len(batch):
         # The batch's sums are as large as the totals; they are freed on return.
         batch_sums = _batch_sums(batch, heads, structure, likelihood, distances)
@@ -98,8 +179,8 @@ def add_batch(
     done.used_inputs += batch.used_inputs
 
 
-def finished_sums(done: FitProgress, heads: Sequence[Head], team: Team, where: str) -> list[Sums]:
-    """Return the sums of each network over the data of all processes, on the CPU."""
+def _finished_sums(done: FitProgress, heads: Sequence[Head], team: Team, where: str) -> list[Sums]:
+    # Return the sums of each network over the data of all processes, on the CPU.
     totals = [sum_over_processes(sums.to("cpu"), team) for sums in done.sums]
     if totals[0].count == 0:
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")

@@ -135,8 +135,8 @@ class ActivationCache:
         with evaluating(*networks):
             first, every = peek(batches, source.title)
             networks = [fast_network(network, first[0]) for network in networks]
-            heads = find_heads(networks, [None] * len(networks), first[0], Categorical())
-            captured = stream(networks, heads, every, where=source.title, likelihood=Categorical())
+            heads, first_batch = find_heads(networks, [None] * len(networks), first[0], Categorical())
+            captured = stream(networks, heads, every, where=source.title, likelihood=Categorical(), first=first_batch)
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for rows_of_network, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):

@@ -322,7 +322,7 @@ def test_overflow_is_named_in_half_precision(dtype):
 
 def test_networks_with_different_numbers_of_classes(scene):
     other = make_network(classes=4)
-    refuse(scene, lambda s: mola.fit([s.network, other], LOADER), HeadError, r"same number of outputs.*got \[3, 4\]")
+    refuse(scene, lambda s: mola.fit([s.network, other], LOADER), HeadError, r"same shape.*\(6, 3\), \(6, 4\)")
     ensemble = mola.ensemble([scene.network, other])
     for predict in (ensemble, ensemble.predict):
         refuse(scene, lambda s, predict=predict: predict(X), MolaError, r"same shape.*\(20, 3\), \(20, 4\)")

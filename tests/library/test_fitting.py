@@ -116,7 +116,16 @@ def test_an_exception_of_the_loader_comes_through_and_all_is_restored(at, error,
             read(fails(at, error))
 
 
-@pytest.mark.parametrize("at", range(1, 11))
+def test_each_network_runs_once_on_each_batch(networks):
+    """The heads are found in the pass over the first batch."""
+    calls = []
+    for index, network in enumerate(networks):
+        network.register_forward_hook(lambda *_, index=index: calls.append(index))
+    mola.fit(networks, LOADER)
+    assert sorted(calls) == sorted([*range(len(networks))] * len(LOADER))
+
+
+@pytest.mark.parametrize("at", range(1, 9))
 def test_an_exception_of_any_pass_leaves_every_network_as_it_was(at, networks):
     passes = 0
 

@@ -418,7 +418,10 @@ def test_fit_goes_on_from_its_checkpoint(name, fail_at, tmp_path):
     calls = []
     networks[0].register_forward_hook(lambda *_: calls.append(1))
     actual = fit(networks, iter(batches), checkpoint=tmp_path / "checkpoint", **options)
-    assert len(calls) == 1 + 6 - fail_at // 2 * 2, "one pass finds the head, and batches in the sums are not run again"
+    read = fail_at // 2 * 2
+    assert len(calls) == (read > 0) + 6 - read, (
+        "the head is found in the first batch, and batches in the sums are not run again"
+    )
     assert not (tmp_path / "checkpoint").exists()
     for left, right in zip(actual.components, expected.components, strict=True):
         sums = left.layer.sums

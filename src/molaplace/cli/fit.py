@@ -309,7 +309,7 @@ def _find_heads(
     networks: Sequence[nn.Module], job: Job, inputs: Any, image_shape: tuple[int, ...] | None
 ) -> list[Head]:
     try:
-        heads = find_heads(networks, [job.head] * len(networks), inputs, job.make_likelihood())
+        heads, _ = find_heads(networks, [job.head] * len(networks), inputs, job.make_likelihood())
     except DataError as error:
         if image_shape is None:
             raise

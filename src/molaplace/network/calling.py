@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -156,12 +155,17 @@ def batch_count(loader: Any) -> int | None:
         return None
 
 
-def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
-    """Return the first batch unchanged, together with an iterator over all batches, including the first."""
+def peek(loader: Iterable[Any], where: str, *, required: bool = True) -> tuple[Any, Iterator[Any]]:
+    """Return the first batch unchanged, together with an iterator over all batches, including the first.
+
+    An empty loader raises `DataError` if `required` is True; otherwise, its first batch is None.
+    """
     check_loader(loader, where)
     remaining = iter(loader)
     for batch in remaining:
         return batch, chain([batch], remaining)
+    if not required:
+        return None, remaining
     raise DataError(
         f"the {where} is empty: it yielded no batches. An iterator can be read only once, so pass the loader itself."
     )
@@ -172,7 +176,7 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required
 
     Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required` is True.
     """
-    for index, raw in enumerate(peek(loader, where)[1] if required else iter(loader), first_batch):
+    for index, raw in enumerate(peek(loader, where, required=required)[1], first_batch):
         yield as_batch(raw, f"batch {index} of the {where}")
 
 
@@ -235,13 +239,7 @@ class Branch(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the logits."""
-        passes = _trunk_passes.get()
-        if passes is None:
-            return self.head(self.trunk(*arguments, **keywords))
-        inputs = tree_leaves((arguments, keywords))
-        if self.trunk not in passes or not _same_inputs(passes[self.trunk].inputs, inputs):
-            passes[self.trunk] = _TrunkPass(inputs, self.trunk(*arguments, **keywords))
-        features = passes[self.trunk].outputs
+        features = self.trunk(*arguments, **keywords)
         tensors = [leaf for leaf in tree_leaves(features) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [tensor._version for tensor in tensors]
         logits = self.head(features)
@@ -253,37 +251,25 @@ class Branch(nn.Module):
         return logits
 
 
-class _TrunkPass(NamedTuple):
-    inputs: list[Any]
-    outputs: Any
+class _TrunkOutput(nn.Module):
+    # The output of a trunk for one batch, in place of the trunk.
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
 
 
-def _same_inputs(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(
-        value is other
-        or (
-            # Copies that `run` made on another device are equal. A trace cannot compare values.
-            isinstance(value, Tensor)
-            and isinstance(other, Tensor)
-            and not torch.compiler.is_compiling()
-            and (value.device, value.dtype) == (other.device, other.dtype)
-            and torch.equal(value, other)
-        )
-        for value, other in zip(left, right, strict=True)
-    )
-
-
-_trunk_passes: ContextVar[dict[nn.Module, _TrunkPass] | None] = ContextVar("trunk_passes", default=None)
-
-
-@contextmanager
-def trunks_run_once() -> Iterator[None]:
-    """Inside the block, run each trunk of several `Branch`es once, as long as its inputs are the same."""
-    token = _trunk_passes.set({})
-    try:
-        yield
-    finally:
-        _trunk_passes.reset(token)
+def with_trunks_run(networks: Sequence[nn.Module], inputs: Inputs) -> list[nn.Module]:
+    """Run each trunk of `Branch`es once, and return the networks with the trunks' outputs for these inputs in place of the trunks."""
+    outputs: dict[nn.Module, _TrunkOutput] = {}
+    for network in networks:
+        if isinstance(network, Branch) and network.trunk not in outputs:
+            outputs[network.trunk] = _TrunkOutput(_output(network.trunk, inputs))
+    return [
+        Branch(outputs[network.trunk], network.head) if isinstance(network, Branch) else network for network in networks
+    ]
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
@@ -451,7 +437,24 @@ def undisturbed(network: nn.Module) -> AbstractContextManager[object]:
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
     """Run a network on its own device and return its logits tensor itself, not a copy."""
-    network = unwrapped(network)
+    output = _output(unwrapped(network), inputs)
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        output = output.logits
+    if not isinstance(output, Tensor):
+        keys = f" with the keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        key = next((repr(leaf) for leaf in output), "0") if isinstance(output, Mapping) else "0"
+        remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
+        raise HeadError(
+            f"expected the network to return a tensor of logits, or an object or mapping that contains 'logits'; got "
+            f"{type(output).__name__}{keys}. {remedy} a network that returns the logits."
+        )
+    return output
+
+
+def _output(network: nn.Module, inputs: Inputs) -> Any:
+    # Run a module on its own device. Errors about the inputs become a DataError; others get the inputs and the layer as a note.
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
     parameter = next(chain(network.parameters(), network.buffers()), None)
@@ -460,9 +463,8 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
             inputs = tree_map_only(Tensor, lambda leaf: leaf.to(parameter.device, non_blocking=True), inputs)
         with undisturbed(network):
             if isinstance(inputs, dict) and takes(network, (), inputs):
-                output = network(**inputs)
-            else:
-                output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+                return network(**inputs)
+            return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
     except (MolaError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -477,19 +479,6 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         raise DataError(
             f"{failed}: {error}. Pass inputs of the shape and type on which the network was trained.{remedy}"
         ) from error
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
-    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
-        output = output.logits
-    if not isinstance(output, Tensor):
-        keys = f" with the keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
-        key = next((repr(leaf) for leaf in output), "0") if isinstance(output, Mapping) else "0"
-        remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
-        raise HeadError(
-            f"expected the network to return a tensor of logits, or an object or mapping that contains 'logits'; got "
-            f"{type(output).__name__}{keys}. {remedy} a network that returns the logits."
-        )
-    return output
 
 
 # inference_mode is not used, because a network that caches a tensor during the forward pass must remain trainable.

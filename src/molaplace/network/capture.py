@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, bare, named_batches, run, trunks_run_once
+from molaplace.network.calling import Inputs, bare, named_batches, run, with_trunks_run
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
-from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
+from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor, watched_pass
 from molaplace.network.next_tokens import labels_of_logits
 from molaplace.numerics import float64_device, to_float64
 from molaplace.options import listed
@@ -159,25 +159,48 @@ def capture(
     `evaluating(*networks)`. If gradients are enabled, the results are differentiable. The code does not branch on tensor values, so
     `torch.export` can trace it.
     """
+    passes = []
+    for index, (network, head) in enumerate(zip(with_trunks_run(networks, inputs), heads, strict=True)):
+        with located(f"networks[{index}]"):
+            passes.append(_forward_pass(network, head, inputs, likelihood))
+    return _captured(heads, passes)
+
+
+@torch.no_grad()
+def find_heads(
+    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
+) -> tuple[list[Head], Captured]:
+    """Find every network's head, or check it if it is named, and capture its input and output in the same pass.
+
+    Call this function inside `evaluating(*networks)`.
+    """
+    heads = []
+    passes = []
+    for index, (network, name) in enumerate(zip(with_trunks_run(networks, inputs), names, strict=True)):
+        with located(f"networks[{index}] ({type(bare(network)).__name__})"):
+            head, features, outputs = watched_pass(network, inputs, name, likelihood)
+        heads.append(head)
+        passes.append((features, outputs, head.axis))
+    return heads, _captured(heads, passes)
+
+
+def _captured(heads: Sequence[Head | None], passes: Sequence[tuple[Tensor | None, Tensor, int]]) -> Captured:
+    # Join the head's input, the outputs and the class axis of every network.
     features = []
     outputs = []
     layouts = []
-    with trunks_run_once():
-        for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
-            with located(f"networks[{index}]"):
-                head_inputs, logits, axis = _forward_pass(network, head, inputs, likelihood)
-            layout = Layout.of(logits, axis)
-            if (
-                not torch.is_grad_enabled()
-            ):  # a network may return a parameter or its input, which require gradients nevertheless
-                logits = logits.detach()
-                head_inputs = None if head_inputs is None else head_inputs.detach()
-            outputs.append(layout.by_position(logits))
-            features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs))
-            layouts.append(layout)
+    for head_inputs, logits, axis in passes:
+        layout = Layout.of(logits, axis)
+        if not torch.is_grad_enabled():
+            # A network may return a parameter or its input, which require gradients nevertheless.
+            logits = logits.detach()
+            head_inputs = None if head_inputs is None else head_inputs.detach()
+        outputs.append(layout.by_position(logits))
+        features.append(outputs[-1][..., :0] if head_inputs is None else layout.by_position(head_inputs))
+        layouts.append(layout)
     shapes = [(layout.inputs, *layout.sizes, values.shape[-1]) for layout, values in zip(layouts, outputs, strict=True)]
     if any(shape != shapes[0] for shape in shapes):
-        raise DataError(
+        raise HeadError(
             f"expected networks with outputs of the same shape, because a mixture averages their predictions; got the shapes "
             f"{shapes} (inputs, positions, classes)."
         )
@@ -229,31 +252,6 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
         raise
 
 
-def find_heads(
-    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
-) -> list[Head]:
-    """Find every network's head, or check it if it is named; all outputs must have the same width and number of position axes.
-
-    Call this function inside `evaluating(*networks)`.
-    """
-    heads = []
-    for index, (network, name) in enumerate(zip(networks, names, strict=True)):
-        with located(f"networks[{index}] ({type(bare(network)).__name__})"):
-            heads.append(find_head(network, inputs, name, likelihood))
-    outputs = [head.outputs for head in heads]
-    axes = [head.dense_axes for head in heads]
-    if len(set(outputs)) > 1:
-        raise HeadError(
-            f"expected networks with the same number of outputs, because a mixture averages their predictions; got {outputs}."
-        )
-    if len(set(axes)) > 1:
-        raise HeadError(
-            f"expected networks whose outputs have the same number of position axes, got {axes}. Dense and plain "
-            f"outputs cannot be mixed."
-        )
-    return heads
-
-
 # --- reading a loader -------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +269,7 @@ def stream(
     ignore_index: int = IGNORE_INDEX,
     first_batch: int = 0,
     first_input: int = 0,
+    first: Captured | None = None,
     required: bool = True,
 ) -> Iterator[Captured]:
     """Read a loader once and yield every network's features and outputs for each batch.
@@ -292,6 +291,7 @@ def stream(
         ignore_index: label that marks positions to ignore.
         first_batch: index of the first batch that the loader yields; above 0 if a resumed fit skips earlier batches.
         first_input: number of inputs in the skipped batches, needed to draw the same positions as an uninterrupted fit.
+        first: what the pass that found the heads captured for the first batch, which then is not run again.
         required: whether to raise `DataError` if no batch has a row in use. Pass False when several processes read shards, because a
             shard may be empty.
     """
@@ -308,7 +308,8 @@ def stream(
     )
     for batch_name, batch in reader:
         with located(batch_name), torch.no_grad():
-            captured = capture(networks, heads, batch.inputs, likelihood)
+            captured = capture(networks, heads, batch.inputs, likelihood) if first is None else first
+            first = None
             captured.check_logits(networks, batch.inputs, likelihood)
             if batch.labels is not None:
                 shape = captured.layout.shape(captured.outputs[0].shape[-1])
