@@ -330,8 +330,10 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
         curvature = posterior.components[0].layer.curvature
         precision = posterior.prior_precision[0]
         phi = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=inputs.dtype)], 1)
-        contrast = curvature.variance(phi, precision, centred=True)
-        row[f"common_{name}"] = float((curvature.variance(phi, precision) - contrast).mean(1).median())
+        contrast = curvature.variance(curvature.project(phi), precision, centred=True)
+        row[f"common_{name}"] = float(
+            (curvature.variance(curvature.project(phi), precision) - contrast).mean(1).median()
+        )
         row[f"contrast_{name}"] = float(contrast.mean(1).median())
     return row
 

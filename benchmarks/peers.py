@@ -132,7 +132,7 @@ def quantities(
     )
     yield (
         "functional covariance" if regression else "logit covariance",
-        curvature.covariance(phi, precision),
+        curvature.covariance(curvature.project(phi), precision),
         covariance,
     )
     yield "log marginal likelihood", posterior.log_evidence()[0], peer.log_marginal_likelihood()

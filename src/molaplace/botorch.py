@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from molaplace.errors import DataError, OptionError, importing
+from molaplace.joint import JointPrediction
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Gaussian
 from molaplace.structures.base import LayerCurvature
@@ -180,7 +181,9 @@ class PosteriorModel(Model, FantasizeMixin):  # type: ignore[misc]
                 f"likelihood='gaussian'.",
                 argument="regression",
             )
-        curvatures = [component.require_layer("a model of BoTorch").curvature for component in regression.components]
+        layers = [component.require_layer("a model of BoTorch") for component in regression.components]
+        factors = regression.settings.noise_factors
+        curvatures = [layer.curvature_at(factor) for layer, factor in zip(layers, factors, strict=True)]
         if not all(isinstance(curvature, LayerCurvature) for curvature in curvatures):
             raise OptionError("must be a posterior over last layers, from mola.fit.", argument="regression")
         self.regression: LaplaceMixture = regression
@@ -210,16 +213,14 @@ class PosteriorModel(Model, FantasizeMixin):  # type: ignore[misc]
     def _features(self, inputs: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         # Return each component's features (..., q, P), means (..., q, m) before any observation, and noise variances (..., q, m).
         parameter = next(self.regression.parameters(), inputs)
-        joint = self.regression.joint(inputs.flatten(0, -2).to(parameter.dtype))
+        rows = self.regression.capture(inputs.flatten(0, -2).to(parameter.dtype)).select()
+        joint = JointPrediction.of(self.regression.members(self.regression.project(rows)), self.regression.likelihood)
         shape = inputs.shape[:-1]
 
         def in_batches(values: Tensor) -> Tensor:
             return values.reshape(*shape, values.shape[-1])
 
-        features = []
-        for spread, factor in zip(joint.spreads, joint.latent.factors, strict=True):
-            assert spread is not None
-            features.append(in_batches(spread.phi * factor))
+        features = [in_batches(phi * factor) for phi, factor in zip(rows.phi, joint.latent.factors, strict=True)]
         noises = [in_batches(noise) for noise in joint.noises]
         return features, [in_batches(mean) for mean in joint.latent.means], noises
 

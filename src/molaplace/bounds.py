@@ -38,7 +38,7 @@ from molaplace.errors import BoundError, OptionError
 from molaplace.likelihoods.base import Likelihood, Members, mixed, pooled
 from molaplace.links import Link, Probit, probit_scaled
 from molaplace.settings import Settings
-from molaplace.structures.base import Spread
+from molaplace.structures.base import LayerCurvature, Spread
 
 SCALE = 2.0**20
 """Factor by which inputs are scaled to test whether features scale with the inputs; a power of two avoids rounding."""
@@ -62,21 +62,22 @@ def class_bounds(largest: Tensor) -> Tensor:
 
 
 def component_bounds(
-    members: Members, spreads: Sequence[Spread | None], trained_weights: Sequence[Tensor], settings: Settings
+    members: Members, features: Sequence[Tensor], trained_weights: Sequence[Tensor], settings: Settings
 ) -> Tensor:
     """Return the Lemma's upper bounds (K, n, C) on each component's class probabilities, or ones if there is no covariance.
 
-    `spreads` are those of the logits before scaling, `trained_weights` (C, P) those of each network's last layer, and `settings` those
-    at which the members were computed.
+    `features` (n, P) are those of each network, `trained_weights` (C, P) the weights of its last layer, and `settings` those at which the
+    members were computed.
     """
-    if any(spread is None for spread in spreads):  # a plain ensemble
+    if any(spread is None for spread in members.spreads):  # a plain ensemble
         return torch.ones_like(torch.stack(list(members.outputs)))
     sizes = []
     denominators = []
-    for spread, weights, divisor in zip(spreads, trained_weights, members.divisors, strict=True):
-        assert spread is not None
-        smallest = spread.smallest_class_variance()
-        norms = torch.linalg.vector_norm(spread.phi, dim=1, keepdim=True)
+    for spread, phi, weights, divisor in zip(members.spreads, features, trained_weights, members.divisors, strict=True):
+        assert isinstance(spread, Spread)
+        assert isinstance(spread.curvature, LayerCurvature)
+        smallest = spread.curvature.smallest_class_variance(spread.precision)
+        norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
         # The numerator of the bound is |mu| |phi| / s, and its denominator is sqrt(s^2 + pi/8 lambda_min |phi|^2) / s.
         # Without scaling, |phi| is left out of both, and their ratio is the bound that holds for every input.
         if settings.neutral:
@@ -93,7 +94,7 @@ def component_bounds(
 
 def confidence_bounds(
     members: Members,
-    spreads: Sequence[Spread | None],
+    features: Sequence[Tensor],
     trained_weights: Sequence[Tensor],
     link: Link,
     settings: Settings,
@@ -103,7 +104,7 @@ def confidence_bounds(
     For multi-label data, the shapes are (n, C) and (K, n, C). The arguments are those of `component_bounds`, and the mixture's link.
     """
     likelihood: Any = members.likelihoods[0]
-    bounds = component_bounds(members, spreads, trained_weights, settings)
+    bounds = component_bounds(members, features, trained_weights, settings)
     probs = likelihood.member_probabilities(members, link)
     mixture = _of_predicted(mixed(members.weights, list(bounds)), mixed(members.weights, probs), likelihood)
     return mixture, _of_predicted(bounds, torch.stack(probs), likelihood)
@@ -118,7 +119,7 @@ def _of_predicted(bounds: Tensor, probs: Tensor, likelihood: Likelihood) -> Tens
 
 def far_field_limit(
     members: Members,
-    spreads: Sequence[Spread | None],
+    features: Sequence[Tensor],
     trained_weights: Sequence[Tensor],
     widths: Sequence[int],
     far_features: Sequence[Tensor],
@@ -133,23 +134,25 @@ def far_field_limit(
     growing_logits = []
     grows = []
     variances = []
-    if any(spread is None for spread in spreads):
+    if any(spread is None for spread in members.spreads):
         raise OptionError(
             "the far-field limit needs a Laplace approximation, but this is a plain ensemble. Use mola.fit."
         )
-    for spread, trained, width, far in zip(spreads, trained_weights, widths, far_features, strict=True):
-        assert spread is not None
-        features = spread.phi[:, :width]
-        if not torch.allclose(far[:, :width] / SCALE, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
+    for spread, phi, trained, width, far in zip(
+        members.spreads, features, trained_weights, widths, far_features, strict=True
+    ):
+        assert isinstance(spread, Spread)
+        growing = phi[:, :width]
+        if not torch.allclose(far[:, :width] / SCALE, growing, rtol=1e-4, atol=1e-5 * float(growing.abs().max())):
             raise BoundError(
                 "the features do not scale with the input, so there is no closed-form limit. The limit is known only for ReLU "
                 "networks without biases or normalisation layers."
             )
         # The constant 1 for the bias is negligible compared with growing features.
-        direction = torch.cat([features, torch.zeros_like(spread.phi[:, width:])], 1)
+        direction = torch.cat([growing, torch.zeros_like(phi[:, width:])], 1)
         growing_logits.append(direction @ trained.T)
-        variances.append(replace(spread, phi=direction, variances=None).variance())
-        grows.append(features.any(1, keepdim=True))
+        variances.append(spread.curvature.variance(spread.curvature.project(direction), spread.precision))
+        grows.append(growing.any(1, keepdim=True))
     # If a network's features are all 0 at an input, its logits are the same at every positive multiple of that input.
     means, scaled_spreads = replace(members, pooling=1.0).scaled()
     constant_logits = [torch.where(grow, 0.0, mean) for grow, mean in zip(grows, means, strict=True)]

@@ -53,6 +53,10 @@ class LastLayer:
         distance = ClassDistance.from_sums(weighted)
         return replace(self, sums=sums, weights=self.weights.cpu(), curvature=curvature, distance=distance)
 
+    def curvature_at(self, noise_factor: float) -> Curvature:
+        """Return the curvature after the noise of a regression has been multiplied by a factor."""
+        return self.curvature if noise_factor == 1 else replace(self.curvature, scale=noise_factor**-2)
+
     def to(self, device: torch.device) -> LastLayer:
         """Return the same approximation on another device."""
         distance = None if self.distance is None else self.distance.to(device)
@@ -96,22 +100,6 @@ class Component(nn.Module):
         """Number of uncertain outputs, or None if there is no Laplace approximation."""
         return None if self.layer is None else len(self.layer.weights)
 
-    def noise_scaled(self, factor: float) -> Component:
-        """Return the component with its noise multiplied by a factor."""
-        layer = self.layer
-        if layer is None or factor == 1:
-            return self
-        scaled = replace(layer, curvature=layer.curvature.divided_by(factor**2))
-        return Component(self.network, self.head, scaled, self.likelihood.noise_scaled(factor, len(layer.weights)))
-
-    def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """Return the component with its likelihood replaced, for example to change the noise level."""
-        layer = self.layer
-        if layer is not None:
-            curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums.weighted()))
-            layer = replace(layer, curvature=curvature.to(layer.weights.device))
-        return Component(self.network, self.head, layer, likelihood)
-
     def on(self, device: torch.device) -> LastLayer | None:
         """Return the Laplace approximation on the given device, and keep it there for the next call.
 
@@ -122,10 +110,17 @@ class Component(nn.Module):
             layer = self.layer = layer.to(device)
         return layer
 
-    def spread(self, phi: Tensor, precision: float | Tensor) -> Spread | None:
-        """Return the spread of the logits for features (n, P), or None if there is no Laplace approximation."""
+    def project(self, phi: Tensor) -> Tensor | None:
+        """Return the features (n, P) in the basis of the curvature, or None if there is no Laplace approximation."""
         layer = self.on(phi.device)
-        return None if layer is None else Spread(layer.curvature, phi, precision)
+        return None if layer is None else layer.curvature.project(phi)
+
+    def spread(self, z: Tensor | None, precision: float, noise_factor: float = 1.0) -> Spread | None:
+        """Return the spread of the logits for projected features, or None if there is no Laplace approximation."""
+        if z is None:
+            return None
+        layer = self.on(z.device)
+        return None if layer is None else Spread(layer.curvature_at(noise_factor), z, precision)
 
     def require_layer(self, what: str) -> LastLayer:
         """Return the Laplace approximation, or raise an `OptionError` saying that the operation `what` needs it."""
@@ -135,18 +130,18 @@ class Component(nn.Module):
             )
         return self.layer
 
-    def log_evidence(self, precision: Tensor) -> Tensor:
+    def log_evidence(self, precision: Tensor, noise_factor: float = 1.0) -> Tensor:
         r"""Return the log marginal likelihood of the training labels, differentiable in the prior precision.
 
         .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
         """
         layer = self.require_layer("the log evidence")
-        log_likelihood = self.likelihood.total_log_likelihood(layer.sums.weighted())
+        log_likelihood = self.likelihood.total_log_likelihood(layer.sums.weighted(), noise_factor)
         if log_likelihood is None:
             raise OptionError("the log evidence needs training labels. Fit with batches of (inputs, labels).")
         precision = precision.to(layer.weights)
         prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
-        return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
+        return log_likelihood + (prior - layer.curvature_at(noise_factor).log_determinant(precision)) / 2
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:

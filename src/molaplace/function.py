@@ -56,13 +56,13 @@ class PosteriorFunction(nn.Module):
         return self.posterior.by_rows(captured, lambda rows: {"values": compute(rows)})["values"]
 
     def _latent_of(self, rows: Rows) -> Tensor:
-        members = self.posterior.members(rows)
+        members = self.posterior.members(self.posterior.project(rows))
         latent = self.posterior.likelihood.latent(members)
         mean = latent.means[self.component]
         spread = members.spreads[self.component]
         if self.draw is None or spread is None:
             return mean
-        deviation = spread.curvature.deviation(spread.phi, self.draw.to(spread.phi))
+        deviation = spread.curvature.deviations(spread.z, self.draw)[:, 0]
         return mean + latent.factors[self.component] * latent.scale * deviation
 
     def extra_repr(self) -> str:
@@ -76,7 +76,10 @@ def drawn_from(posterior: Any, seed: int) -> PosteriorFunction:
     index = int(torch.multinomial(posterior.weights.cpu(), 1, generator=generator))
     component = posterior.components[index]
     precision = posterior.prior_precision[index]
-    draw = None if component.layer is None else component.layer.curvature.draw(precision, generator)
+    layer = component.layer
+    draw = None
+    if layer is not None:
+        draw = layer.curvature_at(posterior.settings.noise_factors[index]).offsets(precision, 1, generator)
     if posterior.pooling == 1 and not posterior.settings.uses_distance:
         return PosteriorFunction(posterior.alone(index), 0, draw)
     return PosteriorFunction(posterior, index, draw)

@@ -32,7 +32,6 @@ from molaplace.likelihoods.base import LatentFunctions, Members, RegressionLikel
 from molaplace.numerics import check_generator, standard_normals
 from molaplace.options import whole_number
 from molaplace.structures.base import WEIGHTS_AT_ONCE, Spread
-from molaplace.structures.factors import ProductCurvature
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ class JointPrediction:
             if spread is None:
                 matrices.append(mean.new_zeros(len(mean), len(mean)))
                 continue
-            matrix = spread.curvature.output_covariance_matrix(spread.phi, _precision(spread), column)
+            output_only = slice(column, column + 1)
+            matrix = spread.curvature.cross(spread.z, spread.z, spread.precision, outputs=output_only)[:, 0, :, 0]
             matrices.append(matrix * factor * factor.mT * self.latent.scale[column].square())
         return torch.stack(matrices)
 
@@ -116,7 +116,7 @@ class JointPrediction:
                 matrices.append(mean.new_zeros(*mean.shape, *mean.shape))
                 continue
             scale = (factor * self.latent.scale).expand_as(mean)
-            matrix = spread.curvature.joint_covariance(spread.phi, _precision(spread))
+            matrix = spread.curvature.cross(spread.z, spread.z, spread.precision)
             matrices.append(matrix * scale[:, :, None, None] * scale)
         return torch.stack(matrices)
 
@@ -127,15 +127,15 @@ class JointPrediction:
         """
         factors = []
         for _, factor, spread in self._parts():
-            if spread is None or not isinstance(spread.curvature, ProductCurvature):
+            product = None if spread is None else spread.curvature.kronecker_factors(spread.z, spread.precision)
+            if product is None:
                 raise OptionError(
                     "the covariance is not a Kronecker product. Fit with structure='kron' or structure='kron-diag', or use "
                     "covariances() or output_covariances(output)."
                 )
-            precision = _precision(spread)
-            inputs = spread.curvature.feature_covariance(spread.phi, precision) * factor * factor.mT
-            outputs = spread.curvature.output_covariance(precision) * self.latent.scale[:, None] * self.latent.scale
-            factors.append((inputs, outputs))
+            inputs, outputs = product
+            scale = self.latent.scale
+            factors.append((inputs * factor * factor.mT, outputs * scale[:, None] * scale))
         return factors
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor, Spread | None]]:
@@ -185,7 +185,7 @@ class JointPrediction:
             for draws in torch.split((choice == index).nonzero().flatten(), self._draws_at_once(spread)):
                 drawn = mean.expand(len(draws), -1, -1)
                 if spread is not None and len(draws):
-                    deviations = spread.perturb_by_weights(len(draws), generator).movedim(1, 0)
+                    deviations = spread.deviations(len(draws), generator).movedim(1, 0)
                     drawn = drawn + factor * self.latent.scale * deviations
                 if noises is not None:
                     drawn = drawn + noises[index].sqrt() * standard_normals(drawn.shape, generator).to(drawn)
@@ -217,7 +217,3 @@ class JointPrediction:
             )
             total = total + normals.log_prob(values[:, output])
         return torch.logsumexp(total, 0)
-
-
-def _precision(spread: Spread) -> float:
-    return float(spread.precision)

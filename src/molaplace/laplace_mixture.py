@@ -5,6 +5,7 @@ Mixtures are never changed in place: `tune`, `reweight` and `with_*` return new 
 A prediction, or one score of a search, takes these steps:
 
     inputs -> `capture` -> `Captured` -> `chunks` -> `Rows`     features and outputs of every network, chunk by chunk
+    rows -> `project` -> `ProjectedRows`                        features in the basis of the curvature; distances: once for all settings
     rows, settings -> `spreads`, `divisors`                     `Spread`: covariance of the logits; divisors: temperature, distance
     -> `members`                                                `Members`: outputs, spreads, weights, divisors and pooling
     -> `distribution_of`: `Likelihood.predictive(members, link)`
@@ -12,7 +13,7 @@ A prediction, or one score of a search, takes these steps:
          -> the link, for classification                        logits -> probabilities of each member
     -> `Predictive`                                             `point()` predicts, `scores(labels)` scores
 
-In a search, the settings are L candidates; spreads, divisors and scores then have a leading axis of size L.
+A search loops over settings for rows that are projected once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -49,12 +49,12 @@ from molaplace.network import (
     state_of,
 )
 from molaplace.numerics import check_generator, seed_from
-from molaplace.options import check_number, counted, whole_number
+from molaplace.options import counted, whole_number
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.rules.objective import Distances, Objective
+from molaplace.rules.objective import Objective, ScoreFunction
 from molaplace.rules.rule import check_tuning
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
@@ -93,6 +93,21 @@ class WeightSamples(NamedTuple):
     """Weights (S, C, P), with the bias as the last column, or a list of S tensors (C, P) if the networks have different widths."""
     component: Tensor
     """Index (S,) of the component that each draw comes from."""
+
+
+@dataclass(frozen=True)
+class ProjectedRows(Rows):
+    """Rows with what every setting needs of them."""
+
+    z: Sequence[Tensor | None] = ()
+    """Features of each network in the basis of its curvature, or None without a Laplace approximation."""
+    logs: tuple[Tensor, Tensor] | None = None
+    """Log distances (K, n) and log norms (K, n) of the networks' features, or None if they are not needed."""
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes that the features occupy."""
+        return sum(values.nbytes for values in [*self.phi, *self.z] if values is not None)
 
 
 class LaplaceMixture(Predictor):
@@ -155,7 +170,7 @@ class LaplaceMixture(Predictor):
         if isinstance(weights, Tensor):
             self.weights = weights
         else:
-            self.weights = uniform_weights(count) if weights == "uniform" else self._weights_at(self.settings)
+            self.weights = uniform_weights(count) if weights == "uniform" else evidence_weights(self.log_evidence())
         given_weights = self.weights.tolist() if self.weighting == "given" else self.weighting
         parts = [component.fingerprint for component in components]
         self.fingerprint = digest(parts, self.settings, link, given_weights, self.validation_reference)
@@ -165,22 +180,22 @@ class LaplaceMixture(Predictor):
     @property
     def prior_precision(self) -> tuple[float, ...]:
         """Prior precision of each component."""
-        return tuple(float(precision) for precision in self.settings.precisions)
+        return self.settings.prior_precision
 
     @property
     def temperature(self) -> float:
         """Temperature T, which divides all logits (T < 1 sharpens) or, in regression, multiplies the standard deviations."""
-        return float(self.settings.temperature)
+        return self.settings.temperature
 
     @property
     def pooling(self) -> float:
         """Pooling coefficient c, which contracts the networks' logits towards their mean (1: mix probabilities; 0: average logits)."""
-        return float(self.settings.pooling)
+        return self.settings.pooling
 
     @property
     def distance_exponent(self) -> float:
         """Distance exponent gamma. Larger values shrink logits faster with distance from the training classes; 0 has no effect."""
-        return float(self.settings.distance_exponent)
+        return self.settings.distance_exponent
 
     @property
     def structure(self) -> str | None:
@@ -202,7 +217,8 @@ class LaplaceMixture(Predictor):
     @property
     def noise(self) -> Tensor:
         """Standard deviation (K, D) of the noise in the targets' units or, for heteroscedastic networks, the noise factor."""
-        return torch.stack([component.likelihood.noise_levels(component.width) for component in self.components])
+        pairs = zip(self.components, self.settings.noise_factors, strict=True)
+        return torch.stack([factor * component.likelihood.noise_levels(component.width) for component, factor in pairs])
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
@@ -280,7 +296,9 @@ class LaplaceMixture(Predictor):
         """
         captured = self.capture(one_batch(inputs))
         seed = seed_from(generator)
-        return self.by_rows(captured, lambda rows: {"point": self.distribution_of(rows, seed=seed).point()})["point"]
+        return self.by_rows(
+            captured, lambda rows: {"point": self.distribution_of(self.project(rows), seed=seed).point()}
+        )["point"]
 
     def by_rows(
         self, captured: Captured, compute: Callable[[Rows], dict[str, Tensor]], row_size: int = 0
@@ -317,7 +335,7 @@ class LaplaceMixture(Predictor):
         """
         captured = self.capture(one_batch(inputs))
         captured.check_finite()
-        return JointPrediction.of(self.members(captured.select()), self.likelihood)
+        return JointPrediction.of(self.members(self.project(captured.select())), self.likelihood)
 
     def function(self, seed: int) -> PosteriorFunction:
         """Draw one function from the posterior: first a component according to its weight, then its weights.
@@ -353,61 +371,63 @@ class LaplaceMixture(Predictor):
         assert self.reference is not None  # mixtures with distances have a reference
         return self.reference.log_distance(self.distances_and_norms(rows)[0], self.weights)
 
-    def spreads(self, rows: Rows, settings: Settings) -> list[Spread | None]:
-        """Return the spread of each network's logits at one setting or at the candidates of a search."""
-        if settings.without_covariance and not self.link.needs_covariance:
-            # The covariance vanishes, and computing it would take most of the time.
-            return [None] * len(self.components)
-        triples = zip(self.components, rows.phi, settings.precisions, strict=True)
-        return [component.spread(phi, precision) for component, phi, precision in triples]
+    def project(self, rows: Rows, *, distances: bool | None = None) -> ProjectedRows:
+        """Return the rows with their features in the basis of each curvature and, by default if the settings use them, their distances."""
+        pairs = zip(self.components, rows.phi, strict=True)
+        z = [component.project(phi) for component, phi in pairs]
+        needed = self.settings.uses_distance if distances is None else distances
+        logs = self.distances_and_norms(rows) if needed else None
+        return ProjectedRows(rows.phi, rows.outputs, rows.labels, z, logs)
 
-    def divisors(
-        self, rows: Rows, settings: Settings, weights: Tensor, logs: tuple[Tensor, Tensor] | None = None
-    ) -> Sequence[Tensor]:
-        """Return the divisors of each network's logits; `logs` are the rows' `distances_and_norms`, if they are known."""
+    def spreads(self, rows: ProjectedRows, settings: Settings | None = None) -> list[Spread | None]:
+        """Return the spread of each network's logits."""
+        settings = self.settings if settings is None else settings
+        parts = zip(self.components, rows.z, settings.prior_precision, settings.noise_factors, strict=True)
+        return [component.spread(z, precision, factor) for component, z, precision, factor in parts]
+
+    def divisors(self, rows: ProjectedRows, settings: Settings, weights: Tensor) -> Sequence[Tensor]:
+        """Return the divisors of each network's logits."""
         like = rows.outputs[0]
         if not settings.uses_distance:
-            return settings.divisors(like).unbind(-3)
+            return settings.divisors(like)
         assert self.reference is not None  # mixtures with distances have a reference
-        log_distances, log_norms = self.distances_and_norms(rows) if logs is None else logs
+        log_distances, log_norms = self.distances_and_norms(rows) if rows.logs is None else rows.logs
         log_excess = self.reference.log_excess(log_norms)
         if not self.likelihood.classification:
             log_excess = torch.zeros_like(log_excess)  # the variance grows with the features
-        return settings.divisors(like, self.reference.log_distance(log_distances, weights), log_excess).unbind(-3)
+        return settings.divisors(like, self.reference.log_distance(log_distances, weights), log_excess)
 
     def members(
         self,
-        rows: Rows,
+        rows: ProjectedRows,
         settings: Settings | None = None,
         weights: Tensor | None = None,
-        logs: tuple[Tensor, Tensor] | None = None,
+        spreads: Sequence[Spread | None] | None = None,
     ) -> Members:
         """Return the mixture's members for the given rows. The formulas are given in `molaplace.settings`.
 
         Args:
-            rows: features and outputs of each network.
-            settings: one setting or the candidates of a search; by default, the mixture's settings.
+            rows: projected features and outputs of each network.
+            settings: by default, the mixture's settings.
             weights: mixture weights (K,); by default, the mixture's weights.
-            logs: the rows' `distances_and_norms`, if they are known.
+            spreads: the result of `spreads` at these settings, if it is known.
         """
         settings = self.settings if settings is None else settings
         weights = self.weights if weights is None else weights
-        divisors = self.divisors(rows, settings, weights, logs)
-        spreads = self.spreads(rows, settings)
         return Members(
-            rows.outputs, spreads, weights, divisors, settings.pooling, self.likelihoods, settings.temperature
+            outputs=rows.outputs,
+            spreads=self.spreads(rows, settings) if spreads is None else spreads,
+            weights=weights,
+            divisors=self.divisors(rows, settings, weights),
+            pooling=settings.pooling,
+            likelihoods=self.likelihoods,
+            temperature=settings.temperature,
+            noise_factors=settings.noise_factors,
         )
 
-    def distribution_of(
-        self,
-        rows: Rows,
-        settings: Settings | None = None,
-        weights: Tensor | None = None,
-        *,
-        seed: int | None = None,
-    ) -> Predictive:
-        """Return the predictive distribution for the given rows; the arguments have the same meaning as for `members`."""
-        return self.likelihood.predictive(self.members(rows, settings, weights), self.link, seed)
+    def distribution_of(self, rows: ProjectedRows, *, seed: int | None = None) -> Predictive:
+        """Return the predictive distribution for the given rows; links that draw samples use `seed`."""
+        return self.likelihood.predictive(self.members(rows), self.link, seed)
 
     # --- new mixtures from this one ---------------------------------------------------------------------------------
 
@@ -432,11 +452,11 @@ class LaplaceMixture(Predictor):
         if "prior_precision" in values:
             for component in self.components:
                 component.require_layer("a prior precision")
-            precisions = per_component(values["prior_precision"], len(self.components), "prior_precision")
-            values = {**values, "prior_precision": tuple(precisions)}
-        for setting in fields(Settings):  # a tensor is one number here, and not the candidates of a search
-            if setting.name in values and setting.name != "prior_precision":
-                values[setting.name] = check_number(values[setting.name], setting.name, *setting.metadata["bounds"])
+        if "noise_factor" in values:
+            self.likelihood.noise_levels()
+        for name in ("prior_precision", "noise_factor"):
+            if name in values:
+                values[name] = tuple(per_component(values[name], len(self.components), name))
         return self.with_parts(settings=replace(self.settings, **values))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float] | Tensor) -> Self:
@@ -467,28 +487,6 @@ class LaplaceMixture(Predictor):
     def with_link(self, link: str | Link) -> Self:
         """Return the mixture with a different link."""
         return self.with_parts(link=as_link(link, self.likelihood))
-
-    def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """Return the regression posterior with a different noise level, which tuning rules then leave unchanged.
-
-        Args:
-            noise: standard deviation in the targets' units, given as one number, one number per output, or a table (K, D) with one row
-                per component. For heteroscedastic networks, the noise is a factor that multiplies the predicted standard deviation.
-        """
-        if noise is None:
-            raise OptionError(
-                "must be one number, or one for each output; got None. To choose the noise automatically, use "
-                "posterior.tune(val_loader).",
-                argument="noise",
-            )
-        levels: Any = noise.tolist() if hasattr(noise, "tolist") else noise
-        table = isinstance(levels, (list, tuple)) and any(hasattr(row, "__len__") for row in levels)
-        rows = per_component(levels, len(self.components), "noise") if table else [levels] * len(self.components)
-        components = [
-            component.with_likelihood(component.likelihood.with_noise(row, component.width))
-            for component, row in zip(self.components, rows, strict=True)
-        ]
-        return self.with_parts(components=components)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
@@ -544,11 +542,11 @@ class LaplaceMixture(Predictor):
                 if held_out_reference is not None:
                     notes += data.notes_on_norms(held_out_reference, self.distances)
                     start = start.with_parts(reference=held_out_reference)
-            tuning = check_tuning(chosen_rule(start.objective(data)), len(self.components))
+            tuning = check_tuning(chosen_rule(Objective([(start, data)])), len(self.components))
             tuning = replace(tuning, notes=(*tuning.notes, *notes))
             if team is not None:
                 tuning = team.share(tuning)
-        return start._scaled_noise(tuning.noise_factors).with_parts(settings=tuning.settings, tuning=tuning)
+        return start.with_parts(settings=tuning.settings, tuning=tuning)
 
     def _notes_on_novelty(self, data: HeldOut) -> tuple[str, ...]:
         # Warn, and return a note, if the first network is much worse on the training data than on the held-out data, or if these are
@@ -584,38 +582,26 @@ class LaplaceMixture(Predictor):
         """Return the typical distances, norms and outlier scores of the validation data; None without features of a last layer."""
         return None
 
-    def objective(self, data: HeldOut | None) -> Objective:
-        """Return what a rule may know of this mixture and of the validation data."""
-        fixed_weights = self.weighting != "evidence"
-        team = None if data is None else data.team
-
-        def predictor_at(settings: Settings) -> Callable[[Rows], Predictive]:
-            weights = self.weights if fixed_weights else self._weights_at(settings)
-            return partial(self.distribution_of, settings=settings, weights=weights)
-
-        def relative_logs() -> Tensor:
-            assert data is not None  # rules that need distances need data
-            return data.gather_from_chunks(self.log_distance)
-
-        return Objective(
-            likelihood=self.likelihood,
-            settings=self.settings,
-            held_out=data,
-            link=self.link,
-            predictor_at=predictor_at,
-            fixed_weights=fixed_weights,
-            log_evidence=[component.log_evidence for component in self.components],
-            with_noise=lambda factors: self._scaled_noise(factors).objective(data),
-            read=lambda loader, where: self.read(loader, where, labelled=False, team=team),
-            distances=None if self.reference is None else Distances(self.distances, self.reference, relative_logs),
-        )
-
-    def _scaled_noise(self, factors: float | Sequence[float]) -> Self:
-        # Return the regression mixture with each component's noise multiplied by a factor.
-        if factors == ():
-            return self
-        pairs = zip(self.components, per_component(factors, len(self.components), "noise_factors"), strict=True)
-        return self.with_parts(components=[component.noise_scaled(factor) for component, factor in pairs])
+    def scores_at(
+        self, candidates: Sequence[Settings], rows: ProjectedRows, score: ScoreFunction
+    ) -> list[dict[str, Tensor]]:
+        """Return the scores (m,) of each candidate's predictions for projected rows, keyed by name."""
+        scores = []
+        key: Any = None
+        spreads: Sequence[Spread | None] = ()
+        for settings in candidates:
+            if (
+                settings.prior_precision,
+                settings.noise_factors,
+            ) != key:  # many temperatures are tried at each prior precision
+                key = (settings.prior_precision, settings.noise_factors)
+                # A covariance that vanishes is left out, because computing it would take most of the time.
+                vanishes = not settings.has_covariance and not self.link.needs_covariance
+                spreads = [None] * len(self.components) if vanishes else self.spreads(rows, settings)
+            weights = evidence_weights(self.log_evidence_at(settings)) if self.weighting == "evidence" else self.weights
+            members = self.members(rows, settings, weights, spreads)
+            scores.append(score(self.likelihood.predictive(members, self.link), rows.labels))
+        return scores
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Choose weights by stacking: maximise the mixture's log-likelihood on validation data.
@@ -657,10 +643,10 @@ class LaplaceMixture(Predictor):
         assert rows.labels is not None
         likelihood = self.likelihood
         if isinstance(likelihood, ClassificationLikelihood):
-            probs = likelihood.member_probabilities(self.members(rows), self.link)
+            probs = likelihood.member_probabilities(self.members(self.project(rows)), self.link)
             members: list[Predictive] = [likelihood.distribution(member) for member in probs]
         else:
-            mixture: Any = self.distribution_of(rows)
+            mixture: Any = self.distribution_of(self.project(rows))
             members = [mixture.component(index) for index in range(len(self.components))]
         return torch.stack([-member.scores(rows.labels)["nll"] for member in members], dim=-1)
 
@@ -668,24 +654,22 @@ class LaplaceMixture(Predictor):
 
     def log_evidence(self) -> Tensor:
         """Return the log marginal likelihood of the training labels under each component, of shape (K,)."""
-        return self._log_evidence_at(self.settings)
+        return self.log_evidence_at(self.settings)
 
-    def _log_evidence_at(self, settings: Settings) -> Tensor:
+    def log_evidence_at(self, settings: Settings) -> Tensor:
+        """Return the log evidence (K,) of each component at other settings."""
+        parts = zip(self.components, settings.prior_precision, settings.noise_factors, strict=True)
         with torch.no_grad():
             values = [
-                component.log_evidence(torch.as_tensor(precision, dtype=torch.float64, device="cpu").squeeze())
-                for component, precision in zip(self.components, settings.precisions, strict=True)
+                component.log_evidence(torch.tensor(precision, dtype=torch.float64, device="cpu"), factor)
+                for component, precision, factor in parts
             ]
         return torch.stack(values).cpu()
-
-    def _weights_at(self, settings: Settings) -> Tensor:
-        # Evidence weights depend on the prior precision; `settings` is one setting or a single candidate.
-        return evidence_weights(self._log_evidence_at(settings))
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
         """Draw last-layer weights from the mixture: first a component according to its weight, then weights from its posterior.
 
-        Of the settings, only the prior precision has an effect; all others act on the logits, not on the weights.
+        Of the settings, only the prior precision and the noise factor have an effect; all others act on the logits, not on the weights.
 
         Args:
             n: number of draws.
@@ -699,9 +683,10 @@ class LaplaceMixture(Predictor):
         for index, (layer, precision) in enumerate(zip(layers, self.prior_precision, strict=True)):
             draws_of_layer = (choice == index).nonzero().flatten().tolist()
             if draws_of_layer:
-                deviations = layer.curvature.sample(precision, len(draws_of_layer), generator)
-                for draw, deviation in zip(draws_of_layer, deviations, strict=True):
-                    weights[draw] = layer.weights + deviation
+                curvature = layer.curvature_at(self.settings.noise_factors[index])
+                offsets = curvature.in_weights(curvature.offsets(precision, len(draws_of_layer), generator))
+                for draw, offset in zip(draws_of_layer, offsets, strict=True):
+                    weights[draw] = layer.weights + offset
         same_shape = len({draw.shape for draw in weights}) == 1
         return WeightSamples(torch.stack(weights) if same_shape else weights, choice)
 

@@ -45,10 +45,10 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C).
+        """Return probabilities (n, C).
 
         Args:
-            mean: means (..., n, C) of the logits.
+            mean: means (n, C) of the logits.
             spread: covariance of the logits, or None without a covariance.
             inverse_link: function from logits to probabilities, such as the softmax.
             seed: seed for links that draw samples.
@@ -87,7 +87,7 @@ class Probit(Link):
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C)."""
+        """Return probabilities (n, C)."""
         return inverse_link(mean if spread is None else probit_scaled(mean, spread.variance()))
 
 
@@ -101,7 +101,7 @@ class CentredProbit(Link):
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C)."""
+        """Return probabilities (n, C)."""
         if spread is None:
             return inverse_link(mean)
         return inverse_link(probit_scaled(centred(mean), spread.variance(centred=True)))
@@ -172,7 +172,7 @@ class Bridge(Link):
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C)."""
+        """Return probabilities (n, C)."""
         if spread is None:
             raise OptionError(
                 "'bridge' needs a covariance, but a plain ensemble has none. Use link='probit', or mola.fit.",
@@ -228,7 +228,7 @@ class MonteCarlo(Link):
     def __call__(
         self, mean: Tensor, spread: OutputSpread | None, inverse_link: InverseLink, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C)."""
+        """Return probabilities (n, C)."""
         if spread is None:
             return inverse_link(mean)
         # Draw with NumPy, so that tracing stores the draws as constants.
@@ -237,12 +237,12 @@ class MonteCarlo(Link):
         total = torch.zeros_like(mean)
         if self.over == "weights":
             for start in range(0, self.samples, step):
-                deviations = spread.perturb_by_weights(min(step, self.samples - start), generator)
+                deviations = spread.deviations(min(step, self.samples - start), generator)
                 total = total + inverse_link(mean[..., None, :] + deviations).sum(-2)
             return total / self.samples
         noise = standard_normals((self.samples, spread.noise_size), generator).to(mean)
         for draws in torch.split(noise, step):
-            total = total + inverse_link(mean[..., None, :] + spread.perturb(draws)).sum(-2)
+            total = total + inverse_link(mean[..., None, :] + spread.marginal_deviations(draws)).sum(-2)
         return total / self.samples
 
     def row_size(self, outputs: int) -> int:

@@ -114,7 +114,7 @@ def _with_sums(posterior: MoLA, totals: Sequence[Sums]) -> MoLA:
     components = []
     with torch.inference_mode(False), torch.no_grad():
         for component, layer, sums in zip(posterior.components, _additive_layers(posterior), totals, strict=True):
-            likelihood = component.likelihood.refitted(layer.sums.weighted(), sums.weighted())
+            likelihood = component.likelihood.as_specified().fitted(sums.weighted())
             components.append(
                 Component(component.network, component.head, layer.with_sums(sums, likelihood), likelihood)
             )

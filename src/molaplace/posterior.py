@@ -89,23 +89,25 @@ class MoLA(LaplaceMixture):
         classes = captured.outputs[0].shape[-1]
         row_size = classes * num_draws(classes)  # for the epistemic share
         details = partial(self.by_rows, captured, lambda rows: self._details(rows, seed), row_size)
-        fields = self.by_rows(captured, lambda rows: {"probs": self.distribution_of(rows, seed=seed).point()})
+        fields = self.by_rows(
+            captured, lambda rows: {"probs": self.distribution_of(self.project(rows), seed=seed).point()}
+        )
         return Prediction(fields, details=details, **shared)
 
     def _details(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
         # Return every field of a classification except the probabilities. What several fields need is computed once.
+        projected = self.project(rows, distances=self.has_distances)
         means = torch.stack(list(rows.outputs))
         weights = self.weights.to(means)
-        logs = self.distances_and_norms(rows) if self.has_distances else None
-        spreads = [None if spread is None else spread.with_variances() for spread in self.spreads(rows, self.settings)]
-        members = replace(self.members(rows, logs=logs), spreads=spreads)
+        logs = projected.logs
+        members = self.members(projected)
         distribution, information, _ = self._entropies(members, seed)
         fields = {"mutual_information": information, "logit_mean": means}
-        variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in spreads]
+        variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in members.spreads]
         fields["logit_variance"] = torch.stack(variances)
         if self.settings.uses_distance:
             # The entropy that distance adds is epistemic, because nearby data would remove it.
-            near = replace(self.settings, distance_exponent=0.0).divisors(means).unbind(-3)
+            near = replace(self.settings, distance_exponent=0.0).divisors(means)
             fields["aleatoric"] = self._entropies(replace(members, divisors=near), seed)[2]
         if logs is not None and self.reference is not None:
             fields["distance"] = self.reference.log_distance(logs[0], weights).exp()
@@ -127,8 +129,9 @@ class MoLA(LaplaceMixture):
         return distribution, information, total - information
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
-        logs = self.distances_and_norms(rows) if self.has_distances else None
-        mixture = self.likelihood.predictive(self.members(rows, logs=logs), self.link)
+        projected = self.project(rows, distances=self.has_distances)
+        logs = projected.logs
+        mixture = self.likelihood.predictive(self.members(projected), self.link)
         assert isinstance(mixture, RegressionPredictive)
         fields = {
             "component_mean": mixture.means,
@@ -160,7 +163,7 @@ class MoLA(LaplaceMixture):
             layer = component.on(phi.device)
             assert layer is not None
             assert isinstance(layer.curvature, LayerCurvature)
-            norms.append(layer.curvature.mahalanobis(phi))
+            norms.append(layer.curvature.feature_factor.mahalanobis(phi))
         return torch.stack(norms)
 
     def _far_field(self, rows: Rows) -> Tensor:
@@ -273,11 +276,7 @@ class MoLA(LaplaceMixture):
 
         def compute(rows: Rows) -> dict[str, Tensor]:
             mixture, components = bounds.confidence_bounds(
-                self.members(rows),
-                self.spreads(rows, self.settings),
-                self._trained_weights(rows),
-                self.link,
-                self.settings,
+                self.members(self.project(rows)), rows.phi, self._trained_weights(rows), self.link, self.settings
             )
             return {"bound": mixture, "component_bound": components}
 
@@ -304,8 +303,8 @@ class MoLA(LaplaceMixture):
             )
         rows = near.select()
         limit = bounds.far_field_limit(
-            self.members(rows),
-            self.spreads(rows, self.settings),
+            self.members(self.project(rows)),
+            rows.phi,
             self._trained_weights(rows),
             [0 if component.head is None else component.head.inputs for component in self.components],
             far.select().phi,

@@ -28,15 +28,14 @@ grow, and the probabilities tend to 1/C.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from molaplace.errors import OptionError
-from molaplace.options import check_number, one_of
+from molaplace.options import check_number
 
 NO_COVARIANCE = 1e12
 """Prior precision at or above which a search treats the posterior as a plain ensemble."""
@@ -52,125 +51,92 @@ LOG_LARGEST = 600.0
 """Logarithm of the largest allowed total divisor, chosen to stay within the range of float64."""
 
 
-def _setting(low: float, high: float, remedy: str, *, by_distance: bool = False) -> dict[str, Any]:
-    # Describe a setting: its bounds and the last sentence of error messages, and whether it acts only if the distance does.
-    return {"bounds": (low, high, remedy), "by_distance": by_distance}
+def _setting(
+    low: float, high: float, remedy: str, *, per_network: bool = False, by_distance: bool = False
+) -> dict[str, Any]:
+    # Describe a setting: its bounds and the last sentence of error messages, whether there is one number for each network, and whether
+    # it acts only if the distance does.
+    return {"bounds": (low, high, remedy), "per_network": per_network, "by_distance": by_distance}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a mixture of K networks or, in a search, of L candidates.
+    """The settings of a mixture of K networks: numbers, or a tuple with one number for each network."""
 
-    Each setting is a number, and the prior precision a tuple of K numbers. For L candidates, which `candidates` creates, each setting
-    is a float64 tensor (L,), and the prior precision a tensor (L, K).
-    """
-
-    prior_precision: tuple[float, ...] | Tensor = field(
+    prior_precision: tuple[float, ...] = field(
         metadata=_setting(
             1e-30,
             1e30,
             "It is the precision of a Gaussian prior. For predictions without covariance, use mola.ensemble.",
+            per_network=True,
         )
     )
     """Prior precision lambda of each network."""
-    temperature: float | Tensor = field(
+    temperature: float = field(
         default=1.0,
         metadata=_setting(1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
     )
     """Temperature T. Values below 1 sharpen predictions."""
-    pooling: float | Tensor = field(
+    pooling: float = field(
         default=1.0,
         metadata=_setting(0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
     )
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
-    distance_exponent: float | Tensor = field(default=0.0, metadata=_setting(0, 100, "At 0, distance has no effect."))
+    distance_exponent: float = field(default=0.0, metadata=_setting(0, 100, "At 0, distance has no effect."))
     """Distance exponent gamma. Larger values make logits shrink faster with distance."""
-    onset: float | Tensor = field(
+    onset: float = field(
         default=1.0, metadata=_setting(1e-6, 1e6, "1 is the median of the validation data.", by_distance=True)
     )
     """Onset o: distance, relative to the median, beyond which logits shrink."""
+    noise_factor: tuple[float, ...] = field(
+        default=(),
+        metadata=_setting(1e-30, 1e30, "1 leaves the noise of a regression unchanged.", per_network=True),
+    )
+    """In regression, the factor by which each network's noise is multiplied; empty if no noise is changed."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            values: Any = getattr(self, setting.name)
-            per_network = setting.name == "prior_precision"
-            if isinstance(values, Tensor) and values.dim() == (2 if per_network else 1):
-                continue  # candidates of a search
-            if not per_network:
-                number = check_number(values, setting.name, *setting.metadata["bounds"])
-                object.__setattr__(self, setting.name, number)
-                continue
-            if getattr(values, "ndim", 1) == 0 or not isinstance(values, Iterable):
+            value: Any = getattr(self, setting.name)
+            if not setting.metadata["per_network"]:
+                checked: Any = check_number(value, setting.name, *setting.metadata["bounds"])
+            elif getattr(value, "ndim", 1) == 0 or not isinstance(value, Iterable):
                 raise OptionError(
-                    f"must be a tuple with one number for each network, got {values!r}.", argument=setting.name
+                    f"must be a tuple with one number for each network, got {value!r}.", argument=setting.name
                 )
-            numbers = tuple(check_number(value, setting.name, *setting.metadata["bounds"]) for value in values)
-            object.__setattr__(self, setting.name, numbers)
+            else:
+                checked = tuple(check_number(number, setting.name, *setting.metadata["bounds"]) for number in value)
+            object.__setattr__(self, setting.name, checked)
 
-    # --- candidates of a search ---------------------------------------------------------------------------------------
-
-    def candidates(self, **values: Sequence[float] | float) -> Settings:
-        """Return L candidates that have the given values, broadcast against each other, and otherwise equal these settings.
-
-        Prior precisions of shape (L,) are shared by all networks; their shape may also be (L, K).
-        """
-        names = [setting.name for setting in fields(self)]
-        for name in values:
-            one_of(name, names, "setting")
-        columns = []
-        for name in names:
-            column: Any = values.get(name, getattr(self, name))
-            columns.append(torch.as_tensor(column, dtype=torch.float64, device="cpu"))
-        precisions, *others = columns
-        if precisions.dim() == 0:
-            precisions = precisions[None]
-        if precisions.dim() == 1:
-            precisions = precisions[:, None] if "prior_precision" in values else precisions[None]
-        size = max(len(precisions), *(column.numel() for column in others))
-        precisions = precisions.expand(size, len(self.precisions))
-        return Settings(precisions, *(column.flatten().expand(size) for column in others))
-
-    @property
-    def is_search(self) -> bool:
-        """True for the candidates of a search, and False for the settings of a mixture."""
-        return isinstance(self.temperature, Tensor)
-
-    def __len__(self) -> int:
-        return len(self.temperature) if isinstance(self.temperature, Tensor) else 1
-
-    def __getitem__(self, index: int | slice | Tensor) -> Settings:
-        """Return one candidate or, for a slice or a tensor of indices, several candidates."""
-        return Settings(*(getattr(self, setting.name)[index] for setting in fields(self)))
+    def at_precision(self, prior_precision: float, **others: Any) -> Settings:
+        """Return the settings with one prior precision for all networks and, if given, other values of other settings."""
+        return replace(self, prior_precision=(prior_precision,) * len(self.prior_precision), **others)
 
     # --- what the formulas need ---------------------------------------------------------------------------------------
 
     @property
-    def precisions(self) -> Sequence[float | Tensor]:
-        """Prior precision of each network: K numbers or, for L candidates, K tensors (L,)."""
-        values = self.prior_precision
-        return values.unbind(-1) if isinstance(values, Tensor) else values
+    def noise_factors(self) -> tuple[float, ...]:
+        """Factor of each network's noise."""
+        return self.noise_factor or (1.0,) * len(self.prior_precision)
 
     @property
-    def without_covariance(self) -> bool:
-        """True for candidates whose prior precisions are all so large that they have no covariance."""
-        return isinstance(self.prior_precision, Tensor) and bool((self.prior_precision >= NO_COVARIANCE).all())
+    def has_covariance(self) -> bool:
+        """True if a prior precision is below the value from which a search treats the posterior as a plain ensemble."""
+        return any(precision < NO_COVARIANCE for precision in self.prior_precision)
 
     @property
     def uses_distance(self) -> bool:
-        """True if the distance exponent of any candidate is above 0."""
-        return (
-            bool((self.distance_exponent > 0).any())
-            if isinstance(self.distance_exponent, Tensor)
-            else self.distance_exponent > 0
-        )
+        """True if the distance exponent is above 0."""
+        return self.distance_exponent > 0
 
     @property
     def neutral(self) -> bool:
         """True if the logits are neither divided nor pooled, as in the paper."""
         return not self.changed()
 
-    def divisors(self, like: Tensor, log_distance: Tensor | None = None, log_excess: Tensor | None = None) -> Tensor:
-        """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) without distances.
+    def divisors(
+        self, like: Tensor, log_distance: Tensor | None = None, log_excess: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return each network's `s_k = T rho^gamma nu_k^2`, of shape (n, 1), or (1, 1) without distances.
 
         Args:
             like: tensor whose data type and device the divisors have.
@@ -178,34 +144,31 @@ class Settings:
             log_excess: log excess norms (K, n) of the networks' features (`Reference.log_excess`). Regression passes zeros, because
                 the variance of its predictions grows with the features.
         """
-        temperature, gamma, onset = (
-            torch.as_tensor(values, dtype=like.dtype, device=like.device)[..., None, None]
-            for values in (self.temperature, self.distance_exponent, self.onset)
-        )
-        if log_distance is None or log_excess is None:
-            return temperature[..., None].expand(*temperature.shape[:-2], len(self.precisions), 1, 1)
-        log_rho = (log_distance - onset.log()).clamp_min(0)
-        by_distance = (gamma * log_rho).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
-        logarithms = temperature.log() + torch.where(gamma > 0, by_distance, 0.0)
-        return logarithms.clamp_max(LOG_LARGEST).exp()[..., None]
+        log_temperature = math.log(self.temperature)
+        if log_distance is None or log_excess is None or not self.uses_distance:
+            return [like.new_full((1, 1), self.temperature)] * len(self.prior_precision)
+        log_rho = (log_distance - math.log(self.onset)).clamp_min(0)
+        by_distance = (self.distance_exponent * log_rho).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
+        return list((log_temperature + by_distance).clamp_max(LOG_LARGEST).exp().to(like)[..., None].unbind(0))
 
     # --- files and reports --------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a JSON-serialisable dictionary, keyed by name."""
-        return vars(self) | {"prior_precision": list(self.prior_precision)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Settings:
         """Rebuild settings from a dictionary returned by `as_json`."""
         return Settings(*(entry[setting.name] for setting in fields(Settings)))
 
-    def changed(self) -> dict[str, float]:
-        """Return the settings that have an effect and differ from their neutral values, keyed by name."""
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that act on the logits and differ from their neutral values, keyed by name."""
         return {
             setting.name: getattr(self, setting.name)
             for setting in fields(self)
             if setting.default not in (MISSING, getattr(self, setting.name))
+            and not setting.metadata["per_network"]
             and (self.uses_distance or not setting.metadata["by_distance"])
         }
 

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -25,8 +26,8 @@ from molaplace.options import check_number, counted, whole_number
 from molaplace.perceptrons import Loss, train_mlps
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, Tuning, as_rule
-from molaplace.rules.cross_fitting import cross_fitted
 from molaplace.rules.held_out import HeldOut
+from molaplace.rules.objective import Objective
 from molaplace.rules.rule import check_tuning, rule_of
 from molaplace.settings import FeatureScale, Reference
 
@@ -460,13 +461,14 @@ def _tuned(final: MoLA, folds: Sequence[MoLA], held_out: Sequence[HeldOut], rule
     pairs = list(zip(folds, held_out, strict=True))
     with torch.no_grad():
         measured = [posterior.with_parts(reference=posterior.reference_on(data)) for posterior, data in pairs]
-        objectives = [posterior.objective(data) for posterior, data in zip(measured, held_out, strict=True)]
-        tuning = check_tuning(rule(cross_fitted(objectives)), len(final.components))
+        tuning = check_tuning(rule(Objective(list(zip(measured, held_out, strict=True)))), len(final.components))
+    settings = tuning.settings
     if final.likelihood.estimated:
-        factors = folds[0].noise.new_tensor(tuning.noise_factors or [1.0])[:, None]
-        noise = torch.cat([factors * posterior.noise for posterior in folds])
-        final = final.with_noise(noise.square().mean(0).sqrt())
-    return final.with_parts(settings=tuning.settings, reference=_mean_reference(final, measured), tuning=tuning)
+        # The noise is the root mean square of the folds' noises; one factor for each network serves all outputs.
+        noise = torch.cat([posterior.with_settings(noise_factor=settings.noise_factors).noise for posterior in folds])
+        ratio = noise.square().mean(0) / final.noise.square()
+        settings = replace(settings, noise_factor=tuple(ratio.mean(1).sqrt().tolist()))
+    return final.with_parts(settings=settings, reference=_mean_reference(final, measured), tuning=tuning)
 
 
 def _mean_reference(final: MoLA, folds: Sequence[MoLA]) -> Reference:

@@ -107,7 +107,7 @@ OPTIONS = {
     "pooling above 1": (lambda s: s.posterior.with_pooling(1.5), r"pooling.*between 0 and 1, got 1\.5.*averages their logits"),
     "exponent below 0": (lambda s: s.posterior.with_distance_exponent(-1), r"distance_exponent.*between 0 and 100, got -1"),
     "exponent of an ensemble": (lambda s: s.ensemble.with_distance_exponent(1.0), r"no distances.*mola\.fit"),
-    "noise of classes": (lambda s: s.posterior.with_noise(1.0), r"categorical.*no noise"),
+    "noise of classes": (lambda s: s.posterior.with_settings(noise_factor=2.0), r"categorical.*no noise"),
     "weights sum to 0.9": (lambda s: s.posterior.with_weights([0.4, 0.5]), r"sum to 1.*\[0\.4, 0\.5\].*0\.9.*Divide"),
     "weights of a wrong name": (lambda s: mola.fit(s.networks, LOADER, weights="equal"), r"uniform, evidence, or numbers .*'equal'"),
     "stacking without data": (lambda s: mola.fit(s.networks, LOADER, weights="stacking"), r"reweight\(val_loader\)"),

@@ -54,7 +54,7 @@ def test_a_batch_may_be_a_tuple_or_a_mapping():
         posterior.far_field_limit([inputs])
 
 
-@pytest.mark.parametrize("setting", [setting for setting in fields(Settings) if setting.name != "prior_precision"])
+@pytest.mark.parametrize("setting", [setting for setting in fields(Settings) if not setting.metadata["per_network"]])
 @pytest.mark.parametrize("value", [0.01, 0.4, 2.5])
 def test_the_bound_holds_at_every_setting(structure, setting, value):
     posterior, inputs = fitted([bias_free(seed) for seed in range(3)], structure=structure)

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
+from molaplace.rules.objective import Objective
 from molaplace.settings import NO_COVARIANCE
 from tests.closeness import assert_close
 from tests.library.problems import train
@@ -43,8 +44,8 @@ def test_validation_loss_stays_within_the_budget(problem):
     tuned = posterior.tune([validation], rule="calibrated", progress=False)
     data = posterior.read([validation], "validation loader", labelled=True)
     temperatures = torch.logspace(-1, 1, 401).tolist()
-    candidates = posterior.settings.candidates(prior_precision=[NO_COVARIANCE], temperature=temperatures)
-    actual = posterior.objective(data).mean_scores(candidates)
+    candidates = [posterior.settings.at_precision(NO_COVARIANCE, temperature=value) for value in temperatures]
+    actual = Objective([(posterior, data)]).mean_scores(candidates)
     scaled = float(actual["nll"].min())
     loss = float(log_loss(tuned, validation).mean())
     assert loss <= scaled * 1.01 + 1e-9
@@ -163,8 +164,9 @@ class Tuned:
         """Log losses (n,) at the temperature with the lowest mean, without covariance and at other settings of the posterior."""
         data = self.posterior.read([self.validation], "validation loader", labelled=True)
         temperatures = torch.linspace(math.log(0.3), math.log(10), 150).exp().tolist()
-        settings = {"prior_precision": [NO_COVARIANCE], "temperature": temperatures} | settings
-        losses = self.posterior.objective(data).scores(self.posterior.settings.candidates(**settings))["nll"]
+        start = self.posterior.settings.at_precision(settings.pop("prior_precision", NO_COVARIANCE), **settings)
+        candidates = [replace(start, temperature=temperature) for temperature in temperatures]
+        losses = Objective([(self.posterior, data)]).scores(candidates)["nll"]
         return losses[int(losses.mean(1).argmin())]
 
 

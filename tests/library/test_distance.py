@@ -115,7 +115,7 @@ class TestAgainstTheFormulas:
         for weight, mean, component, by in zip(weights, means, posterior.components, divisors, strict=True):
             network = component.network
             phi = torch.cat([features_of(network, queries), torch.ones(len(queries), 1)], 1)
-            covariance = component.spread(phi, 0.3).covariance().numpy() / by[:, None, None] ** 2
+            covariance = component.spread(component.project(phi), 0.3).covariance().numpy() / by[:, None, None] ** 2
             moments = closed_form.Moments(
                 centre + pooling * (mean - centre), centring @ covariance @ centring, np.einsum("ncc->nc", covariance)
             )

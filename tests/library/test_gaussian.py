@@ -82,8 +82,9 @@ def test_evidence_at_the_most_probable_weights_is_the_density_of_all_targets(str
 
 
 def test_noise_may_be_changed_after_the_fit(structure):
-    later = fitted(2, structure=structure)[0].with_noise([0.2, 1.4])
+    later = fitted(2, structure=structure, likelihood=Gaussian(noise=[0.4, 2.8]))[0].with_settings(noise_factor=0.5)
     before = fitted(2, structure=structure, likelihood=Gaussian(noise=[0.2, 1.4]))[0]
+    assert torch.allclose(later.noise, before.noise, rtol=1e-12)
     x = data(2, 9, seed=3)[0]
     assert torch.allclose(later.predict(x).variance, before.predict(x).variance, rtol=1e-12)
     assert torch.allclose(later.log_evidence(), before.log_evidence(), rtol=1e-12)
@@ -285,7 +286,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the prior precision:molaplace.er
 def test_no_prior_precision_and_noise_do_better_on_validation_data(trained, structure):
     nets, train, held = trained
     posterior = fit(nets, train, held, structure=structure, rule="nll")
-    assert posterior.tuning.noise_factors
+    assert posterior.settings.noise_factor
     ((x, y),) = held
 
     def loss(candidate):
@@ -294,7 +295,8 @@ def test_no_prior_precision_and_noise_do_better_on_validation_data(trained, stru
     best = loss(posterior)
     for precision in (1e-4, 1e-2, 1.0, 1e2):
         for factor in (0.8, 0.95, 1.0, 1.05, 1.3):
-            other = posterior.with_prior_precision(precision).with_noise(posterior.noise * factor)
+            noise = [factor * chosen for chosen in posterior.settings.noise_factor]
+            other = posterior.with_settings(prior_precision=precision, noise_factor=noise)
             assert best <= loss(other) + 2e-3
 
 
@@ -314,7 +316,8 @@ def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared
     for precision in (0.97, 1.03):
         for factor in (0.99, 1.01):
             neighbour = tuned.with_prior_precision([chosen * precision for chosen in tuned.prior_precision])
-            other = neighbour.with_noise(tuned.noise * factor).log_evidence()
+            noise = [factor * chosen for chosen in tuned.settings.noise_factor]
+            other = neighbour.with_settings(noise_factor=noise).log_evidence()
             assert float(other.sum()) < float(best.sum())
             assert shared or bool((other < best).all())
 
@@ -399,8 +402,8 @@ def test_what_does_not_apply_to_regression_is_refused():
         ("'mc' does not apply", lambda: fit(nets, [(x, y)], link="mc")),
         ("no class probabilities", lambda: posterior.predict_proba(np.zeros((1, 3)))),
         ("noise is unknown", lambda: fit(nets, [x])),
-        ("one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
-        ("has no noise", lambda: mola.ensemble(nets).with_noise(0.1)),
+        ("one value, or 1 values", lambda: posterior.with_settings(noise_factor=[0.1, 0.2, 0.3])),
+        ("has no noise", lambda: mola.ensemble(nets).with_settings(noise_factor=0.1)),
         ("return only means", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),
         *(
             ("finite number", lambda noise=noise: Gaussian(noise=noise))

@@ -61,7 +61,10 @@ class TestAgainstKron:
         kron, diag = both(problem)
         features = torch.randn(5, 7)
         for prior in (1e-6, 0.7, 50.0):
-            assert relative(diag.covariance(features, prior), kron.covariance(features, prior)) < 1e-9
+            assert (
+                relative(diag.covariance(diag.project(features), prior), kron.covariance(kron.project(features), prior))
+                < 1e-9
+            )
             at = torch.tensor(prior)
             assert relative(diag.log_determinant(at), kron.log_determinant(at)) < 1e-9
 
@@ -80,7 +83,9 @@ class TestAgainstKron:
         assert float(torch.linalg.eigvalsh(high * near - a)[0]) > -1e-12
         kron, diag = both(problem)
         for prior in (1e-4, 1.0):
-            ratio = kron.variance(problem.features(), prior) / diag.variance(problem.features(), prior)
+            ratio = kron.variance(kron.project(problem.features()), prior) / diag.variance(
+                diag.project(problem.features()), prior
+            )
             assert 1 / high - 1e-12 <= float(ratio.min())
             assert float(ratio.max()) <= 1 / low + 1e-12
 
@@ -95,9 +100,11 @@ def test_degrees_of_any_size_beside_any_prior(degree, prior):
     curvature = KNOWN["kron-diag"]().solve(sums)
     expected = (1 - 1 / classes) / (count**0.5 * degree * classes / (classes - 1) + prior**0.5)
     truth = torch.full((classes,), expected)
-    assert relative(curvature.output_variance(prior, centred=True), truth) < 1e-12
-    assert relative(curvature.output_covariance(prior, centred=True).diagonal(), truth) < 1e-12
-    assert relative(curvature.output_variance(prior), truth + 1 / (classes * prior**0.5)) < 1e-12
+    z = curvature.project(torch.eye(2)[:1])
+    along = 1 / (count**0.5 + prior**0.5)  # of V, which is a multiple of the identity
+    assert relative(curvature.variance(z, prior, centred=True)[0], along * truth) < 1e-12
+    assert relative(curvature.covariance(z, prior, centred=True)[0].diagonal(), along * truth) < 1e-12
+    assert relative(curvature.variance(z, prior)[0], along * (truth + 1 / (classes * prior**0.5))) < 1e-12
 
 
 class TestVeryManyClasses:

@@ -10,22 +10,12 @@ import molaplace as mola
 from molaplace.errors import OptionError
 from molaplace.sums import Sums
 from tests.conftest import make_problem
-from tests.library.problems import close, data, loader, networks, relative
+from tests.library.problems import close, data, loader, networks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no training data")
 
 
 class TestSums:
-    @pytest.mark.parametrize("centred", [False, True])
-    def test_a_vector_of_precisions_equals_one_by_one(self, problem, structure, centred):
-        curvature = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer.curvature
-        features = problem.features(torch.randn(5, 3))
-        precisions = torch.tensor([1e-9, 1e-3, 0.7, 50.0])
-        together = curvature.variance(features, precisions, centred=centred)
-        assert together.shape == (4, 5, 4)
-        for actual, precision in zip(together, precisions.tolist(), strict=True):
-            assert relative(actual, curvature.variance(features, precision, centred=centred)) < 1e-12
-
     def test_adding_leaves_the_terms_as_they_were(self):
         batch = Sums({"gram": torch.ones(2, 2, dtype=torch.float64)}, 1)
         total = Sums({}) + batch

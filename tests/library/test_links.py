@@ -36,7 +36,7 @@ class AnySpread:
     def variance(self, *, centred=False):
         return self.covariance(centred=centred).diagonal(dim1=1, dim2=2)
 
-    def perturb(self, noise):
+    def marginal_deviations(self, noise):
         return (noise @ self.root.T).expand(self.count, -1, -1)
 
 
@@ -123,8 +123,8 @@ def test_links_see_the_gaussian_of_the_quotient(structure, link):
     (component,) = posterior.components
     phi = problem.features()
     mean = phi @ problem.weights.T
-    spread = component.spread(phi, 2.0)
-    halved = posterior.link(mean / 2, component.spread(phi / 2, 2.0), softmax)
+    spread = component.spread(component.project(phi), 2.0)
+    halved = posterior.link(mean / 2, component.spread(component.project(phi / 2), 2.0), softmax)
     two = torch.full((len(phi), 1), 2.0)
     four = torch.tensor([[4.0]])
     for quotient in (spread.with_divided_logits(two), spread.with_divided_logits(four).with_divided_logits(1 / two)):

@@ -45,7 +45,7 @@ def test_the_noise_is_the_best_for_each_output(likelihood):
 
     best = losses(scaled)
     for factor in (0.9, 0.999, 1.001, 1.1):
-        assert bool((losses(plain.with_noise(factor * scaled.noise[0])) >= best - 1e-9).all())
+        assert bool((losses(scaled.with_settings(noise_factor=factor)) >= best - 1e-9).all())
 
 
 def test_wrong_use_is_refused():

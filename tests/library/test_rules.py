@@ -13,7 +13,9 @@ from molaplace.errors import DataError, MolaWarning, OptionError
 from molaplace.likelihoods import as_likelihood
 from molaplace.links import Probit
 from molaplace.rules import RULES, Evidence, Outliers, Score, Threshold
+from molaplace.rules.objective import Objective
 from molaplace.rules.search import PrecisionSearch, grid_value
+from molaplace.settings import Settings
 from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks, train
@@ -91,7 +93,8 @@ class TestByHand:
             "distance_exponent": [0.0, 1.0, 2.0],
             "onset": [1.0, 1.0, 1.5],
         }
-        actual = posterior.objective(data).mean_scores(posterior.settings.candidates(**settings))
+        candidates = [Settings(tuple(row[0]), *row[1:]) for row in zip(*settings.values(), strict=True)]
+        actual = Objective([(posterior, data)]).mean_scores(candidates)
         inputs, labels = joined(validation)
         for index in range(3):
             precision, temperature, pooling, exponent, onset = (values[index] for values in settings.values())
@@ -284,7 +287,7 @@ class TestValues:
     def test_a_rule_of_ones_own(self, trained):
         def fixed(objective):
             assert len(objective.data) == 100
-            return mola.rules.Tuning("fixed", objective.settings.candidates(prior_precision=[2.0], pooling=0.5)[0])
+            return mola.rules.Tuning("fixed", objective.settings.at_precision(2.0, pooling=0.5))
 
         members, batches, validation = trained
         tuned = mola.fit(members, batches).tune(validation, rule=fixed)

@@ -1,4 +1,4 @@
-"""Settings: one value for a mixture and for the candidates of a search."""
+"""Settings of a mixture: numbers within bounds, by name, in files, and as rules choose them."""
 
 import json
 from dataclasses import replace
@@ -17,23 +17,9 @@ from tests.library.problems import data
 SETTINGS = Settings((0.5, 2.0), temperature=0.7, pooling=0.25, distance_exponent=1.5, onset=1.2)
 
 
-def test_candidates_are_broadcast_and_picked():
-    candidates = SETTINGS.candidates(prior_precision=[1.0, 10.0, 100.0], temperature=[0.5])
-    assert len(candidates) == 3
-    assert candidates[1] == replace(SETTINGS, prior_precision=(10.0, 10.0), temperature=0.5)
-    assert SETTINGS.candidates()[0] == SETTINGS
-    assert len(candidates[:2]) == 2
-    assert candidates[2:][0] == candidates[2]
-    assert candidates[torch.tensor([2, 2, 1])][2] == candidates[1]
-
-
 def test_one_prior_precision_is_shared_by_all_networks():
-    assert SETTINGS.candidates(prior_precision=5.0)[0] == replace(SETTINGS, prior_precision=(5.0, 5.0))
-
-
-def test_candidates_of_an_unknown_setting_are_refused():
-    with pytest.raises(OptionError, match="distance_exponent"):
-        SETTINGS.candidates(exponent=[1.0, 2.0])
+    assert SETTINGS.at_precision(5.0) == replace(SETTINGS, prior_precision=(5.0, 5.0))
+    assert SETTINGS.at_precision(5.0, pooling=1.0) == replace(SETTINGS, prior_precision=(5.0, 5.0), pooling=1.0)
 
 
 @pytest.mark.parametrize("precision", [1.0, torch.tensor(1.0)])
@@ -125,7 +111,7 @@ def test_an_onset_is_one_number():
     "rule",
     [
         lambda objective: objective.settings,
-        lambda objective: Tuning("grid", objective.settings.candidates(temperature=[0.5, 2.0])),
+        lambda objective: Tuning("grid", [objective.settings.at_precision(value) for value in (0.5, 2.0)]),
         lambda objective: Tuning("constant", {"prior_precision": 1.0}),
         lambda objective: Tuning("first", Settings((1.0,))),
     ],

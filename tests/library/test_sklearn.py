@@ -16,7 +16,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import molaplace as mola
 from molaplace.errors import DataError, MolaWarning, OptionError
 from molaplace.perceptrons import train_mlps
-from molaplace.rules.cross_fitting import cross_fitted
+from molaplace.rules.objective import Objective
 from molaplace.rules.rule import rule_of
 from molaplace.sklearn import batch_size_for
 from tests.forked_python import run_python
@@ -139,7 +139,7 @@ def test_one_fold_of_cross_fitting_is_tuning():
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", MolaWarning)
             tuned = posterior.tune(data, rule=rule, progress=False)
-            joined = rule_of(rule)(cross_fitted([start.objective(data)]))
+            joined = rule_of(rule)(Objective([(start, data)]))
         assert joined.settings == tuned.settings
 
 
@@ -153,26 +153,23 @@ def test_the_joined_objective_has_the_scores_of_all_parts_and_the_sum_of_their_e
         else torch.nn.CrossEntropyLoss(reduction="none")
     )
     parts, _, _ = by_hand(rows, targets, quick(folds=3), loss, "gaussian" if noise else "categorical")
-    objectives = []
+    pairs = []
     for posterior, inputs, values in parts:
         data = posterior.read([(inputs, values)], "held-out rows", labelled=True)
-        objectives.append(posterior.with_parts(reference=posterior.reference_on(data)).objective(data))
-    joined = cross_fitted(objectives)
-    if noise:
-        joined = joined.with_noise(noise)
-        objectives = [objective.with_noise(noise) for objective in objectives]
-    candidates = joined.settings.candidates(prior_precision=torch.tensor([0.5, 20.0]))
+        pairs.append((posterior.with_parts(reference=posterior.reference_on(data)), data))
+    joined = Objective(pairs)
+    objectives = [Objective([pair]) for pair in pairs]
+    factors = (noise,) * joined.num_networks if noise else ()
+    candidates = [joined.settings.at_precision(value, noise_factor=factors) for value in (0.5, 20.0)]
     scores = joined.scores(candidates)
     for name, values in scores.items():
         assert torch.equal(values, torch.cat([objective.scores(candidates)[name] for objective in objectives], 1))
     assert scores["nll"].shape == (2, 90)
     assert torch.equal(joined.data.labels, torch.cat([values for _, _, values in parts]))
-    precision = torch.tensor(0.5, dtype=torch.float64)
-    for index, log_evidence in enumerate(joined.log_evidence):
-        total = sum(float(objective.log_evidence[index](precision)) for objective in objectives)
-        assert float(log_evidence(precision)) == pytest.approx(total, rel=1e-12)
-    logs = torch.cat([objective.distances.relative_logs() for objective in objectives])
-    assert torch.equal(joined.distances.relative_logs(), logs)
+    total = sum(objective.log_evidence(candidates[0]) for objective in objectives)
+    torch.testing.assert_close(joined.log_evidence(candidates[0]), total, rtol=1e-12, atol=0)
+    logs = torch.cat([objective.relative_log_distances() for objective in objectives])
+    assert torch.equal(joined.relative_log_distances(), logs)
     loader = [(torch.tensor(rows[:7]), torch.tensor(targets[:7]))]
     far = joined.read(loader, "outlier loader")
     expected = [objective.scores(candidates, entropies, objective.read(loader, "")) for objective in objectives]

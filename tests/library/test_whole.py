@@ -78,7 +78,7 @@ def ggn(posterior, network, inputs):
 def matrix_of(posterior):
     """The curvature as a dense matrix, in the posterior's order of weights."""
     curvature = posterior.components[0].layer.curvature
-    basis = torch.stack([curvature.rotated_back(unit) for unit in torch.eye(len(curvature.values))], 1)
+    basis = curvature.in_weights(torch.eye(len(curvature.values))).T
     torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), rtol=0, atol=1e-10)
     return basis * curvature.values @ basis.T
 
@@ -198,10 +198,10 @@ def test_linearised_covariance_is_j_sigma_j(options):
     expected = torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows)
     centre = torch.eye(4) - 0.25
     (part,) = posterior.capture(new).chunks()
-    (spread,) = posterior.members(part).spreads
+    (spread,) = posterior.members(posterior.project(part)).spreads
     torch.testing.assert_close(spread.covariance(), expected, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(spread.covariance(centred=True), centre @ expected @ centre, rtol=1e-8, atol=1e-10)
-    drawn = spread.perturb(torch.eye(3))
+    drawn = spread.marginal_deviations(torch.eye(3))
     torch.testing.assert_close(
         torch.einsum("nsc,nsd->ncd", drawn, drawn), centre @ expected @ centre, rtol=1e-6, atol=1e-7
     )
@@ -213,7 +213,7 @@ def test_linearised_covariance_is_j_sigma_j(options):
     torch.testing.assert_close(prediction.probs, probs, rtol=1e-9, atol=1e-12)
     # Columns of unit noise, one at a time, are columns of a root of the covariance of the weights.
     curvature = posterior.components[0].layer.curvature
-    root = torch.stack([curvature.rotated_back(unit) for unit in torch.diag(curvature.inverse(0.7).sqrt())], 1)
+    root = curvature.in_weights(torch.diag(curvature.inverse(0.7).sqrt())).T
     torch.testing.assert_close(root @ root.T, inverse, rtol=1e-8, atol=1e-9)
     assert posterior.sample(3, generator=torch.Generator().manual_seed(0)).weights.shape == (3, *posterior.sizes)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from molaplace import normal_mixtures
+from molaplace.component import Component
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import Gaussian
 from molaplace.posterior import MoLA
@@ -67,8 +68,8 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any] | HeldOut) -> MoLA:
 
 
 def _with(ensemble: MoLA, likelihoods: Sequence[Gaussian]) -> MoLA:
-    pairs = zip(ensemble.components, likelihoods, strict=True)
-    return ensemble.with_parts(components=[component.with_likelihood(likelihood) for component, likelihood in pairs])
+    pairs = zip(ensemble.networks, likelihoods, strict=True)
+    return ensemble.with_parts(components=[Component(network, None, None, likelihood) for network, likelihood in pairs])
 
 
 def best_factors(weights: Tensor, means: Tensor, noises: Tensor, targets: Tensor) -> Tensor:

@@ -47,34 +47,31 @@ class OutputCurvature:
 
 
 class OutputSpread(Protocol):
-    """The covariance of a network's outputs at n data points, as likelihoods and links use it (`mola.structures.Spread`)."""
+    """The covariance of a network's outputs at n data points, as likelihoods and links use it (`mola.structures.base.Spread`)."""
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normal variables in one draw of the outputs."""
+        """Number of standard normal variables in one draw of `marginal_deviations`."""
 
     def variance(self, *, centred: bool = False) -> Tensor:
-        """Return the variance (..., n, C) of each output; if `centred` is True, after their mean is subtracted."""
+        """Return the variance (n, C) of each output; if `centred` is True, after their mean is subtracted."""
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Return the covariance (..., n, C, C) of the outputs; if `centred` is True, after their mean is subtracted."""
+        """Return the covariance (n, C, C) of the outputs; if `centred` is True, after their mean is subtracted."""
 
-    def perturb(self, noise: Tensor) -> Tensor:
-        """Turn standard normals (S, noise_size) into deviations (..., n, S, C) of the outputs, up to a common shift."""
+    def marginal_deviations(self, noise: Tensor) -> Tensor:
+        """Turn standard normals (S, noise_size) into deviations (n, S, C) of each datum's outputs, up to a common shift."""
 
-    def perturb_by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Return deviations (..., n, count, C) of the outputs, computed from draws of the weights."""
+    def deviations(self, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the outputs under draws of the weights."""
 
     def with_divided_logits(self, divisor: Tensor) -> OutputSpread:
-        """Return the covariance after dividing each datum's outputs by its entry in `divisor` (..., n, 1)."""
+        """Return the covariance after dividing each datum's outputs by its entry in `divisor` (n, 1)."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The predictions of a mixture's K members at n data points, from which the predictive distribution is computed.
-
-    In a search, the leading dimensions (...) index the candidates.
-    """
+    """The predictions of a mixture's K members at n data points, from which the predictive distribution is computed."""
 
     outputs: Sequence[Tensor]
     """Outputs (n, C) of each network."""
@@ -83,13 +80,15 @@ class Members:
     weights: Tensor
     """Mixture weights (K,)."""
     divisors: Sequence[Tensor]
-    """Divisors s_k of the logits, of shape (..., n, 1) or (..., 1, 1); in regression, they multiply the standard deviations."""
-    pooling: float | Tensor
-    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; in a search, a tensor (...)."""
+    """Divisors s_k of the logits, of shape (n, 1) or (1, 1); in regression, they multiply the standard deviations."""
+    pooling: float
+    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z."""
     likelihoods: Sequence[Likelihood]
     """Likelihood of each member. In regression, the noise may differ between members."""
-    temperature: float | Tensor = 1.0
-    """Temperature T, a factor of every divisor; in a search, a tensor (...). In regression, it multiplies the noise."""
+    temperature: float = 1.0
+    """Temperature T, a factor of every divisor. In regression, it multiplies the noise."""
+    noise_factors: Sequence[float] = ()
+    """In regression, the factor of each member's noise."""
 
     def scaled(self) -> tuple[Sequence[Tensor], Sequence[OutputSpread | None]]:
         """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
@@ -120,7 +119,7 @@ InverseLink = Callable[[Tensor], Tensor]
 """A function from logits (..., C) to probabilities (..., C), such as the softmax."""
 
 LinkFunction = Callable[[Tensor, OutputSpread | None, InverseLink, int | None], Tensor]
-"""A function that computes probabilities from the mean (..., n, C) and spread of the logits, the inverse link and a seed
+"""A function that computes probabilities from the mean (n, C) and spread of the logits, the inverse link and a seed
 (`mola.links`)."""
 
 
@@ -225,10 +224,6 @@ class Likelihood(ABC):
         """Return the likelihood with parameters estimated from the sums over all the training data; only the Gaussian has any."""
         return self
 
-    def refitted(self, before: Sums, after: Sums) -> Self:
-        """Return the likelihood after the training data have changed; only the Gaussian's estimated noise follows them."""
-        return self
-
     def as_specified(self) -> Self:
         """Return the likelihood without parameters estimated from the training data."""
         return self
@@ -241,27 +236,13 @@ class Likelihood(ABC):
         """Return the sums with the curvature converted from unit noise to the likelihood's noise level, if it has one."""
         return sums
 
-    def total_log_likelihood(self, sums: Sums) -> float | None:
-        """Return the log-likelihood of all training labels."""
+    def total_log_likelihood(self, sums: Sums, noise_factor: float = 1.0) -> float | None:
+        """Return the log-likelihood of all training labels; in regression, after the noise has been multiplied by a factor."""
         return sums.log_likelihood
-
-    # Noise. Likelihoods without noise raise `OptionError`.
 
     def noise_levels(self, width: int | None = None) -> Tensor:
         """Return the noise (width,) of the outputs, in the targets' units; without a width, as many numbers as the noise has."""
-        raise _without_noise(self)
-
-    def with_noise(self, noise: Any, width: int | None = None) -> Self:
-        """Return the likelihood with another noise, which rules then leave unchanged; it must suit `width` outputs, if that is given."""
-        raise _without_noise(self)
-
-    def noise_scaled(self, factor: float, width: int) -> Self:
-        """Return the likelihood with the noise of its `width` outputs multiplied by a factor."""
-        raise _without_noise(self)
-
-
-def _without_noise(likelihood: Likelihood) -> OptionError:
-    return OptionError(f"likelihood {likelihood.name!r} has no noise. Only the Gaussian likelihood has noise.")
+        raise OptionError(f"likelihood {self.name!r} has no noise. Only the Gaussian likelihood has noise.")
 
 
 class ClassificationLikelihood(Likelihood):
@@ -275,7 +256,7 @@ class ClassificationLikelihood(Likelihood):
         )
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
-        """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
+        """Return the probabilities (n, C) that each member predicts after scaling and pooling."""
         means, spreads = members.scaled()
         return [link(mean, spread, self.probabilities, seed) for mean, spread in zip(means, spreads, strict=True)]
 
@@ -285,7 +266,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> ClassificationPredictive:
-        """Return the predictive distribution with the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (n, C)."""
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -373,13 +354,12 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
-    """Contract members z_k (..., n, C) towards their weighted mean z: `z + c (z_k - z)`. If c = 1, return them unchanged."""
-    if not isinstance(pooling, Tensor) and pooling == 1:
+def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float) -> Sequence[Tensor]:
+    """Contract members z_k (n, C) towards their weighted mean z: `z + c (z_k - z)`. If c = 1, return them unchanged."""
+    if pooling == 1:
         return members
     mean = mixed(weights, members)
-    coefficient = pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
-    return [mean + coefficient * (member - mean) for member in members]
+    return [mean + pooling * (member - mean) for member in members]
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:

@@ -48,19 +48,19 @@ ENOUGH_OUTPUTS = 64
 
 @dataclass(frozen=True)
 class BernoulliPredictive(ClassificationPredictive):
-    """Probabilities (..., n, C) of "yes"."""
+    """Probabilities (n, C) of "yes"."""
 
     @property
     def choices(self) -> Tensor:
-        """Probabilities (..., n, C, 2) of "no" and "yes"."""
+        """Probabilities (n, C, 2) of "no" and "yes"."""
         return torch.stack([1 - self.probs, self.probs], dim=-1)
 
     def per_datum(self, values: Tensor) -> Tensor:
-        """Return the mean (..., n) over the labels of values (..., n, C)."""
+        """Return the mean (n,) over the labels of values (n, C)."""
         return values.mean(-1)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., m) for each known label, in float64.
+        """Return the log loss, Brier score, confidence and correctness (m,) for each known label, in float64.
 
         In floating point, 1 - p rounds to 0 long before p does. Probabilities are therefore first clamped to [eps, 1 - eps], where eps
         is the machine epsilon of their data type, so that the log loss does not depend on which answer is called yes.
@@ -190,7 +190,7 @@ class Bernoulli(ClassificationLikelihood):
         return positive, 1 - smooth
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
-        """Return the predictive distribution with the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (n, C)."""
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:

@@ -39,19 +39,19 @@ by chance."""
 
 @dataclass(frozen=True)
 class CategoricalPredictive(ClassificationPredictive):
-    """Probabilities (..., n, C) of mutually exclusive classes."""
+    """Probabilities (n, C) of mutually exclusive classes."""
 
     @property
     def choices(self) -> Tensor:
-        """Probabilities (..., n, C) of the classes."""
+        """Probabilities (n, C) of the classes."""
         return self.probs
 
     def per_datum(self, values: Tensor) -> Tensor:
-        """Return the values (..., n), unchanged."""
+        """Return the values (n,), unchanged."""
         return values
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., n) for each datum, in float64.
+        """Return the log loss, Brier score, confidence and correctness (n,) for each datum, in float64.
 
         For the log loss, a probability that has underflowed to 0 is replaced by the smallest positive normal number of its data type.
         """
@@ -180,7 +180,7 @@ class Categorical(ClassificationLikelihood):
         return like.new_ones(like.shape[-1]) if self.class_weights is None else like.new_tensor(self.class_weights)
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
-        """Return the predictive distribution with the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (n, C)."""
         return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
@@ -214,7 +214,7 @@ class Categorical(ClassificationLikelihood):
                 quarters.append(probs[:, None].expand(-1, 4, -1))
             else:
                 noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
-                probs, draw_entropies = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
+                probs, draw_entropies = softmax_and_entropy(mean[:, None] + spread.marginal_deviations(noise))
                 quarters.append(probs.view(*mean.shape[:1], 4, draws // 4, mean.shape[1]).mean(2))
                 uncertainty = draw_entropies.mean(1)
             entropies.append(uncertainty)

@@ -63,19 +63,19 @@ class NormalMixture(RegressionPredictive):
     """A mixture of K normal distributions for each of D outputs."""
 
     def log_density(self, targets: Tensor) -> Tensor:
-        """Return the joint log density (..., n) of targets (n, D)."""
+        """Return the joint log density (n,) of targets (n, D)."""
         return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
+        """Return the probability (n, D) that a target is less than or equal to `values`."""
         return normal_mixtures.cdf(self.weights, self.means, self.variances, values)
 
     def quantile(self, level: float) -> Tensor:
-        """Return the values (..., n, D) below which the targets fall with probability `level`."""
+        """Return the values (n, D) below which the targets fall with probability `level`."""
         return normal_mixtures.quantile(self.weights, self.means, self.variances, level)
 
     def crps(self, targets: Tensor) -> Tensor:
-        """Return the continuous ranked probability score (..., n, D) of the targets."""
+        """Return the continuous ranked probability score (n, D) of the targets."""
         return normal_mixtures.crps(self.weights, self.means, self.variances, targets)
 
 
@@ -290,19 +290,6 @@ class Gaussian(RegressionLikelihood):
         """Return the likelihood without an estimated noise."""
         return replace(self, noise=None, estimated=False) if self.estimated else self
 
-    def refitted(self, before: Sums, after: Sums) -> Gaussian:
-        """Return the likelihood with its noise, if it was estimated, changed by the ratio of both estimates.
-
-        A factor by which tuning multiplied the noise is therefore kept.
-        """
-        if not self.estimated:
-            return self
-        specified = self.as_specified()
-        estimate = specified.fitted(after)
-        width = len(before.tensors["separate"])
-        factor = self.noise_levels(width) / specified.fitted(before).noise_levels(width)
-        return replace(estimate, noise=tuple((factor * estimate.noise_levels(width)).tolist()))
-
     def nonnegative(self, sums: Sums) -> Sequence[Tensor]:
         """Return the sums of the squared residuals and of the squared targets."""
         return [values[[0, 3]] for values in sums.present("targets")]
@@ -314,29 +301,19 @@ class Gaussian(RegressionLikelihood):
         noise: Any = self.noise
         return _expanded(noise, width or len(noise), "noise")
 
-    def with_noise(self, noise: Any, width: int | None = None) -> Gaussian:
-        """Return the likelihood with another noise, which rules then leave unchanged; it must suit `width` outputs, if that is given."""
-        likelihood = replace(self, noise=noise, estimated=False)
-        likelihood.noise_levels(width)
-        return likelihood
-
-    def noise_scaled(self, factor: float, width: int) -> Gaussian:
-        """Return the likelihood with the noise of its `width` outputs multiplied by a factor and clamped to the allowed range."""
-        return replace(self, noise=tuple((factor * self.noise_levels(width)).clamp(SMALLEST, LARGEST).tolist()))
-
     def sums_at_noise(self, sums: Sums) -> Sums:
         """Return the sums with the curvature of each output divided by its noise variance."""
         unit = sums.tensors["separate"]  # (D, ...)
         variance = self.deviation(len(unit)).square().to(unit).view(-1, *[1] * (unit.dim() - 1))
         return replace(sums, tensors=sums.tensors | {"separate": unit / variance})
 
-    def total_log_likelihood(self, sums: Sums) -> float | None:
-        """Return the log-likelihood of all training targets at this noise level."""
+    def total_log_likelihood(self, sums: Sums, noise_factor: float = 1.0) -> float | None:
+        """Return the log-likelihood of all training targets at this noise level, multiplied by a factor."""
         if "targets" not in sums.tensors:
             return None
         residual_squares, log_variances, *_ = sums.tensors["targets"].cpu()
         width = len(residual_squares)
-        variance = self.deviation(width).square()
+        variance = (noise_factor * self.deviation(width)).square()
         _, scale = self.units(width)
         constants = variance.log() + 2 * normal_mixtures.HALF_LOG_TAU + 2 * scale.log()
         return float(-0.5 * (residual_squares / variance + log_variances + sums.count * constants).sum())
@@ -352,37 +329,35 @@ class Gaussian(RegressionLikelihood):
     def latent(self, members: Members) -> LatentFunctions:
         """Return the noise-free targets in their units; a distance exponent multiplies the noise as well."""
         means = pooled([self.means(outputs) for outputs in members.outputs], members.weights, members.pooling)
-        noises = []
-        for likelihood, outputs, divisor in zip(members.likelihoods, members.outputs, members.divisors, strict=True):
-            assert isinstance(likelihood, Gaussian)
-            noises.append(self.variance_in_units(likelihood.noise_variance(outputs) * divisor.square()))
+        pairs = zip(_noises(members), members.divisors, strict=True)
+        noises = [self.variance_in_units(noise * divisor.square()) for noise, divisor in pairs]
         scale = self.units(means[0].shape[-1])[1].to(means[0])
         return LatentFunctions([self.in_units(mean) for mean in means], members.divisors, scale, noises)
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
         """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""
         means = pooled([self.means(outputs) for outputs in members.outputs], members.weights, members.pooling)
-        temperature = members.temperature
-        scale = temperature[..., None, None] if isinstance(temperature, Tensor) else temperature
-        noises = []
-        variances = []
-        rows = zip(members.likelihoods, members.outputs, members.spreads, members.divisors, strict=True)
-        for likelihood, outputs, spread, divisor in rows:
-            assert isinstance(likelihood, Gaussian)
-            noise = likelihood.noise_variance(outputs)
-            noises.append(noise * scale**2)
-            variances.append((noise if spread is None else noise + spread.variance()) * divisor.square())
-        shape = torch.broadcast_shapes(*(values.shape for values in (*means, *variances)))  # type: ignore[no-untyped-call]
-
-        def stacked(values: Sequence[Tensor]) -> Tensor:
-            return torch.stack([value.expand(shape) for value in values])
-
+        noises = _noises(members)
+        variances = [
+            (noise if spread is None else noise + spread.variance()) * divisor.square()
+            for noise, spread, divisor in zip(noises, members.spreads, members.divisors, strict=True)
+        ]
         return NormalMixture(
             members.weights,
-            self.in_units(stacked(means)),
-            self.variance_in_units(stacked(variances)),
-            self.variance_in_units(stacked(noises)),
+            self.in_units(torch.stack(list(means))),
+            self.variance_in_units(torch.stack(variances)),
+            self.variance_in_units(torch.stack(noises) * members.temperature**2),
         )
+
+
+def _noises(members: Members) -> list[Tensor]:
+    # Return the noise variance (n, D) of each member, in the network's units.
+    noises = []
+    factors = members.noise_factors or (1.0,) * len(members.outputs)
+    for likelihood, outputs, factor in zip(members.likelihoods, members.outputs, factors, strict=True):
+        assert isinstance(likelihood, Gaussian)
+        noises.append(likelihood.noise_variance(outputs) * factor**2)
+    return noises
 
 
 def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:

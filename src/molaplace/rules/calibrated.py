@@ -23,13 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from molaplace.errors import warned
 from molaplace.options import check_number, counted
 from molaplace.rules.held_out import HeldOut
-from molaplace.rules.objective import Distances, Objective, paired
+from molaplace.rules.objective import Objective, paired
 from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.search import as_curve
@@ -96,7 +95,7 @@ class Calibrated(Rule):
         best = search.keep_gains(scaled)
         cautious = best
         budget = 0.0
-        if objective.distances is not None:
+        if objective.has_distances:
             budget = max(SHARE * (scaled.loss - best.loss), self.price * best.loss)
             cautious = search.most_cautious(best, best.loss + budget)
         chosen = cautious if cautious.has_covariance else search.free_covariance(cautious)
@@ -124,12 +123,12 @@ class Trial:
     @property
     def has_covariance(self) -> bool:
         """True if the prior precision leaves a covariance."""
-        return any(precision < NO_COVARIANCE for precision in self.settings.precisions)
+        return self.settings.has_covariance
 
     @property
     def temperature(self) -> float:
         """Temperature of the settings."""
-        return float(self.settings.temperature)
+        return self.settings.temperature
 
 
 class Search:
@@ -147,27 +146,31 @@ class Search:
 
     def ensembles(self) -> tuple[Trial, Trial]:
         """Return the plain ensemble (T = 1) and the temperature-scaled ensemble, at the onset that every later trial keeps."""
-        distances = self.objective.distances
-        onset = 1.0 if distances is None else distance_onset(distances)
-        ensemble = self.objective.settings.candidates(prior_precision=[NO_COVARIANCE], onset=onset)
-        plain = Trial(ensemble[0], self._losses(ensemble, np.ones((1, 1)))[0, 0])
+        onset = distance_onset(self.objective) if self.objective.has_distances else 1.0
+        ensemble = self.objective.settings.at_precision(NO_COVARIANCE, onset=onset)
+        plain = Trial(ensemble, self._losses([ensemble])[0])
         previous = plain
-        (rough,) = self._at_best_temperature(ensemble, 1.0, 2.0)
+        rough = self._at_best_temperature(ensemble, 1.0, 2.0)
         while abs(math.log(rough.temperature / previous.temperature)) > 2:  # T left the range, so search again
             previous = rough
-            (rough,) = self._at_best_temperature(ensemble, rough.temperature, 2.0)
-        return plain, self._at_best_temperature(ensemble, rough.temperature, 0.3)[0]
+            rough = self._at_best_temperature(ensemble, rough.temperature, 2.0)
+        return plain, self._at_best_temperature(ensemble, rough.temperature, 0.3)
 
     def keep_gains(self, best: Trial) -> Trial:
         """Improve the pooling coefficient and then the prior precision, keeping each change only if its gain is clear."""
         if self.objective.num_networks > 1:
-            pooled = self._at_best_temperature(best.settings.candidates(pooling=POOLINGS), best.temperature)
-            middle = float(min(pooled, key=self._penalised).settings.pooling)
+            start = best
+            pooled = [self._at_pooling(start, pooling) for pooling in POOLINGS]
+            middle = min(pooled, key=self._penalised).settings.pooling
             neighbours = [pooling for pooling in (middle - 0.125, middle + 0.125) if 0 <= pooling < 1]
-            pooled += self._at_best_temperature(best.settings.candidates(pooling=neighbours), best.temperature)
-            best = self._clearly_better(pooled, best)
-        covariances = best.settings.candidates(prior_precision=PRECISIONS)
-        return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
+            pooled += [self._at_pooling(start, pooling) for pooling in neighbours]
+            best = self._clearly_better(pooled, start)
+        candidates = [best.settings.at_precision(precision) for precision in PRECISIONS]
+        covariances = [self._at_best_temperature(settings, best.temperature) for settings in candidates]
+        return self._clearly_better(covariances, best)
+
+    def _at_pooling(self, start: Trial, pooling: float) -> Trial:
+        return self._at_best_temperature(replace(start.settings, pooling=pooling), start.temperature)
 
     def most_cautious(self, best: Trial, largest_loss: float) -> Trial:
         """Return the trial with the largest distance exponent whose loss is at most `largest_loss` (coarse-to-fine search)."""
@@ -175,25 +178,25 @@ class Search:
         exponents = list(EXPONENTS)
         for _ in range(2):
             above = None
-            candidates = best.settings.candidates(distance_exponent=exponents)
-            for trial in self._at_best_temperature(candidates, best.temperature, 0.7):
+            for exponent in exponents:
+                settings = replace(best.settings, distance_exponent=exponent)
+                trial = self._at_best_temperature(settings, best.temperature, 0.7)
                 if trial.loss > largest_loss:
-                    above = float(trial.settings.distance_exponent)
+                    above = exponent
                     break
                 chosen = trial
             if above is None:
                 break
-            below = float(chosen.settings.distance_exponent)
+            below = chosen.settings.distance_exponent
             exponents = [below + (above - below) * part / 6 for part in range(1, 6)]
         return chosen
 
     def free_covariance(self, chosen: Trial) -> Trial:
         """Return the trial with the smallest prior precision that, at the same temperature, raises the loss only negligibly."""
-        candidates = chosen.settings.candidates(prior_precision=FREE_PRECISIONS)
-        losses = self.objective.scores(candidates)["nll"]
-        trials = [Trial(candidates[index], losses[index]) for index in range(len(candidates))]
-        self.tried += trials
-        for trial in trials:
+        for precision in FREE_PRECISIONS:
+            settings = chosen.settings.at_precision(precision)
+            trial = Trial(settings, self._losses([settings])[0])
+            self.tried.append(trial)
             cost, error = paired(trial.losses, chosen.losses, self.objective.data)
             if cost + error <= FREE * chosen.loss:
                 return trial
@@ -201,13 +204,16 @@ class Search:
 
     def curve(self) -> dict[str, tuple[float, ...]]:
         """Return the settings and the mean log loss of every trial."""
-        rows = [{**trial.settings.as_json(), "nll": trial.loss} for trial in self.tried]
-        # All networks have the same prior precision.
-        return as_curve([{**row, "prior_precision": row["prior_precision"][0]} for row in rows])
+        rows = []
+        for trial in self.tried:
+            numbers = {name: value for name, value in vars(trial.settings).items() if isinstance(value, float)}
+            # All networks have the same prior precision.
+            rows.append({"prior_precision": trial.settings.prior_precision[0], **numbers, "nll": trial.loss})
+        return as_curve(rows)
 
     def _penalised(self, trial: Trial) -> float:
         # Return the mean log loss, plus the share of each datum in the negative log prior of the temperature and the pooling.
-        prior = negative_log_prior(math.log(trial.temperature), float(trial.settings.pooling))
+        prior = negative_log_prior(math.log(trial.temperature), trial.settings.pooling)
         return trial.loss + float(prior) / self.num_data
 
     def _clearly_better(self, trials: Sequence[Trial], current: Trial) -> Trial:
@@ -215,35 +221,28 @@ class Search:
         _, error = paired(current.losses, best.losses, self.objective.data)
         return best if self._penalised(current) - self._penalised(best) > CLEAR * error else current
 
-    def _at_best_temperature(self, candidates: Settings, around: float, width: float = 1.0) -> list[Trial]:
-        # Return each candidate at its best temperature. The search starts within a factor of e^width of `around`.
-        low = math.log(COLDEST)
-        high = math.log(HOTTEST)
-        rows = np.arange(len(candidates))
-        centres = np.full(len(candidates), math.log(around))
-        # Try five temperatures in each round, with ever smaller steps around the best temperature. With S candidates and n data, the
-        # log temperatures have shape (S, 5), and the losses (S, 5, n).
+    def _at_best_temperature(self, settings: Settings, around: float, width: float = 1.0) -> Trial:
+        # Return the settings at their best temperature, starting the search within a factor of e^width of `around`: five temperatures
+        # in each round, with ever smaller steps around the best one.
+        centre = math.log(around)
         for step in (width / 2, width / 6, width / 18):
-            log_temperatures = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
-            losses = self._losses(candidates, np.exp(log_temperatures))
+            log_temperatures = np.clip(centre + step * np.arange(-2, 3), math.log(COLDEST), math.log(HOTTEST))
+            losses = self._losses([replace(settings, temperature=math.exp(log)) for log in log_temperatures])
             prior = negative_log_prior(log_temperatures)
-            best = (losses.mean(2).numpy() + prior / self.num_data).argmin(1)
-            centres = log_temperatures[rows, best]
-        chosen = replace(candidates, temperature=torch.from_numpy(np.exp(centres)))
-        trials = [Trial(chosen[row], losses[row, column]) for row, column in enumerate(best)]
-        self.tried += trials
-        return trials
+            best = int((losses.mean(1).numpy() + prior / self.num_data).argmin())
+            centre = float(log_temperatures[best])
+        trial = Trial(replace(settings, temperature=math.exp(centre)), losses[best])
+        self.tried.append(trial)
+        return trial
 
-    def _losses(self, candidates: Settings, temperatures: np.ndarray) -> Tensor:
-        # Return the log losses (S, t, n) of S candidates, each at its own t temperatures.
-        repeated = candidates[torch.arange(len(candidates), device="cpu").repeat_interleave(temperatures.shape[1])]
-        losses = self.objective.scores(replace(repeated, temperature=torch.from_numpy(temperatures).flatten()))["nll"]
-        return losses.view(*temperatures.shape, -1)
+    def _losses(self, candidates: Sequence[Settings]) -> Tensor:
+        # Return the log losses (L, n) of L candidates.
+        return self.objective.scores(candidates)["nll"]
 
 
-def distance_onset(distances: Distances) -> float:
+def distance_onset(objective: Objective) -> float:
     """Return the distance, relative to the validation data's median, beyond which logits shrink."""
-    quantile = float(np.quantile(distances.relative_logs().numpy(), ONSET))
+    quantile = float(np.quantile(objective.relative_log_distances().numpy(), ONSET))
     return math.exp(max(0.0, quantile))  # the log quantile is negative if the features of most inputs are all 0
 
 
@@ -273,7 +272,7 @@ def _summary(
     chosen: Trial, cautious: Trial, best: Trial, scaled: Trial, plain: Trial, budget: float, data: HeldOut
 ) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
-    exponent = float(chosen.settings.distance_exponent)
+    exponent = chosen.settings.distance_exponent
     if best is scaled and exponent == 0:
         return (
             f"Nothing but temperature scaling clearly lowered the validation log loss, so the posterior equals the "
@@ -285,7 +284,7 @@ def _summary(
         f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')}, "
         f"{_against(plain, chosen, data, f'plain {ensemble}')}"
     )
-    used = {"pooling": float(best.settings.pooling) < 1, "covariance": best.has_covariance}
+    used = {"pooling": best.settings.pooling < 1, "covariance": best.has_covariance}
     gained = " and ".join(name for name in used if used[name])
     parts = [f"{gained.capitalize()} lowered the log loss by {scaled.loss - best.loss:.2g}."] if gained else []
     if exponent > 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from molaplace.errors import OptionError, warn, warned
 from molaplace.likelihoods import Likelihood
 from molaplace.options import check_number
-from molaplace.rules.objective import Distances, Objective
+from molaplace.rules.objective import Objective, TunableMixture
 from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
 from molaplace.rules.search import Scored, as_curve
@@ -66,8 +66,7 @@ class Distance(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the prior precision, temperature and distance exponent."""
         likelihood = objective.likelihood
-        distances = objective.distances
-        if distances is None:
+        if not objective.has_distances:
             raise OptionError(
                 "'distance' needs distances from the training classes. Fit with mola.fit(..., distances=True).",
                 argument="rule",
@@ -75,11 +74,10 @@ class Distance(Rule):
         first = rule_of(self.rule)
         if not first.applies_to(likelihood):
             raise OptionError(f"{self.rule!r} does not apply to likelihood {likelihood.name!r}.", argument="rule")
-        base = first(objective if first.needs_data else replace(objective, held_out=None))
-        scaled = objective.with_noise(base.noise_factors)
+        base = first(objective)
 
         def evaluate(exponents: Sequence[float]) -> Scored:
-            return scaled.mean_scores(base.settings.candidates(distance_exponent=exponents))
+            return objective.mean_scores([replace(base.settings, distance_exponent=exponent) for exponent in exponents])
 
         plain = {name: float(values[0]) for name, values in evaluate([0.0]).items()}
         if likelihood.classification:
@@ -100,7 +98,7 @@ class Distance(Rule):
             rule=f"Distance: {limit}, after {base.rule}",
             settings=replace(base.settings, distance_exponent=chosen),
             summary=summary,
-            notes=(*base.notes, *notes, *_notes(distances)),
+            notes=(*base.notes, *notes, *_notes(objective.mixture)),
             curve=as_curve([{"distance_exponent": exponent} | tried[exponent] for exponent in sorted(tried)]),
         )
 
@@ -170,16 +168,18 @@ def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> 
     )
 
 
-def _notes(distances: Distances) -> tuple[str, ...]:
+def _notes(mixture: TunableMixture) -> tuple[str, ...]:
     notes = []
-    if not all(distance.known for distance in distances.networks):
+    reference = mixture.reference
+    assert reference is not None  # mixtures with distances have a reference
+    if not all(distance.known for distance in mixture.distances):
         notes.append(
             warned(
                 "the training features of at least one network do not vary within classes, so its distances are all set to 1."
             )
         )
     else:
-        pairs = zip(distances.reference.scales, distances.networks, strict=True)
+        pairs = zip(reference.scales, mixture.distances, strict=True)
         logs = [
             math.log(max(scale.distance, 1e-300) / max(distance.training_distance, 1e-300)) for scale, distance in pairs
         ]
@@ -192,7 +192,7 @@ def _notes(distances: Distances) -> tuple[str, ...]:
                     f"data."
                 )
             )
-    if any(distance.num_predicted for distance in distances.networks):
+    if any(distance.num_predicted for distance in mixture.distances):
         notes.append(
             "the training data had no labels, so distances are measured from the classes that the networks predict."
         )

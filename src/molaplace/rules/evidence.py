@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from molaplace.likelihoods import Likelihood
 from molaplace.rules.objective import Objective
 from molaplace.rules.rule import Rule, Tuning
@@ -45,21 +43,23 @@ class Evidence(Rule):
             precisions += [math.exp(at_factor(log_factor)[0])] * len(group)
             factors += [math.exp(log_factor)] * len(group)
         listed = ", ".join(dict.fromkeys(f"{precision:.3g}" for precision in precisions))
+        noise_factor = tuple(factors) if free else ()
         return Tuning(
             f"Evidence(shared={self.shared})",
-            replace(objective.settings, prior_precision=tuple(precisions)),
+            replace(objective.settings, prior_precision=tuple(precisions), noise_factor=noise_factor),
             f"The log evidence of the training labels is largest at prior precision {listed}.",
-            noise_factors=tuple(factors) if free else (),
         )
 
 
 def _largest_evidence(objective: Objective, group: Sequence[int], log_factor: float) -> tuple[float, float]:
     # Return the log of the prior precision that maximises the sum of the networks' log evidences with scaled noise, and this maximum.
-    scaled = objective.with_noise(math.exp(log_factor))
+    noise_factor = (math.exp(log_factor),) * objective.num_networks
 
     def evidence(log_precision: float) -> float:
-        precision = torch.tensor(math.exp(log_precision), dtype=torch.float64, device="cpu")
-        return float(sum(scaled.log_evidence[index](precision) for index in group))
+        values = objective.log_evidence(
+            objective.settings.at_precision(math.exp(log_precision), noise_factor=noise_factor)
+        )
+        return float(values[list(group)].sum())
 
     log_precision = maximise(evidence, math.log(1e-16), math.log(1e16))
     return log_precision, evidence(log_precision)

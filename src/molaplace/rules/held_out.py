@@ -150,6 +150,21 @@ class HeldOut(Captured):
         )
 
 
+def joined(parts: Sequence[HeldOut]) -> HeldOut:
+    """Return the held-out data of several mixtures as those of one, in the order of the mixtures."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs = [torch.cat(values) for values in zip(*(part.outputs for part in parts), strict=True)]
+    labels = [part.labels for part in parts if part.labels is not None]
+    return replace(
+        parts[0],
+        features=[torch.cat(values) for values in zip(*(part.features for part in parts), strict=True)],
+        outputs=outputs,
+        layout=Layout.of(outputs[0], -1),
+        labels=torch.cat(labels) if labels else None,
+    )
+
+
 def feature_scales(logs: Tensor, distances: Sequence[ClassDistance]) -> Reference:
     """Return each network's median distance and 99 % quantile of the norms, given log distances and log norms (2K, n)."""
     medians = np.quantile(logs[: len(distances)].numpy(), 0.5, axis=1)

@@ -1,15 +1,14 @@
 """What a rule knows of a mixture: a function from settings to scores on held-out data, and a few facts.
 
-The rows are processed in chunks, and each chunk is scored for many candidates at once if the link allows it. Scores are functions of
+The rows are projected in chunks, once if they fit into memory, and the candidates are scored one after the other. Scores are functions of
 predictive distributions, with or without labels; `paired` compares the scores of two candidates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +17,15 @@ from molaplace.likelihoods import ClassificationPredictive, Likelihood, Predicti
 from molaplace.links import Link
 from molaplace.metrics import bin_sums, calibration_gaps
 from molaplace.network import Rows
-from molaplace.rules.held_out import HeldOut
+from molaplace.rules.held_out import HeldOut, joined
 from molaplace.settings import Reference, Settings
 from molaplace.structures.distance import ClassDistance
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
-"""A function that maps the labels and the predictive distributions of L candidates to named scores (L, m)."""
+"""A function that maps a predictive distribution and labels to named scores (m,)."""
+
+MOST_PROJECTED = 2**29
+"""Largest number of bytes for projected rows that a search keeps; more are projected again for each group of candidates."""
 
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
@@ -35,9 +37,9 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 def scores_without_labels(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
     """Return scores of classifications that need no labels: the confidence, and the cross-entropy with the uniform distribution."""
     assert isinstance(predictive, ClassificationPredictive)
-    choices = predictive.choices  # (L, n, C), or (L, n, C, 2) for multi-label data
+    choices = predictive.choices  # (n, C), or (n, C, 2) for multi-label data
     uniformity = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
-    return {"confidence": choices.amax(-1).flatten(1), "uniformity": uniformity.flatten(1)}
+    return {"confidence": choices.amax(-1).flatten(), "uniformity": uniformity.flatten()}
 
 
 def paired(first: Tensor, second: Tensor, data: HeldOut) -> tuple[float, float]:
@@ -53,88 +55,159 @@ def paired(first: Tensor, second: Tensor, data: HeldOut) -> tuple[float, float]:
     return float(mean), float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent_share)
 
 
-@dataclass(frozen=True)
-class Distances:
-    """Distances from the training classes."""
+class TunableMixture(Protocol):
+    """What rules use of a mixture."""
 
-    networks: Sequence[ClassDistance]
-    """The distances of each network's features."""
-    reference: Reference
-    """Typical distances and norms of the validation data."""
-    relative_logs: Callable[[], Tensor]
-    """Function that returns the log distances (n,) of the validation data of all processes, relative to their median."""
+    @property
+    def likelihood(self) -> Likelihood:
+        """Likelihood of the labels given the outputs."""
+
+    @property
+    def settings(self) -> Settings:
+        """The prior precision before tuning; all other settings are neutral."""
+
+    @property
+    def link(self) -> Link:
+        """Map from logits to probabilities."""
+
+    @property
+    def distances(self) -> Sequence[ClassDistance]:
+        """Each network's distances from the training classes; empty if there are none."""
+
+    @property
+    def reference(self) -> Reference | None:
+        """Typical distances and norms of the validation data, or None if there are no distances."""
+
+    def project(self, rows: Rows, *, distances: bool | None = None) -> Any:
+        """Return rows with what every setting needs of them."""
+
+    def scores_at(self, candidates: Sequence[Settings], rows: Any, score: ScoreFunction) -> list[dict[str, Tensor]]:
+        """Return the scores (m,) of each candidate's predictions for projected rows, keyed by name."""
+
+    def log_distance(self, rows: Rows) -> Tensor:
+        """Return the mixture's log distance (n,), relative to the reference."""
+
+    def log_evidence_at(self, settings: Settings) -> Tensor:
+        """Return the log marginal likelihood (K,) of the training labels under each network."""
+
+    def read(self, loader: Iterable[Any], where: str, *, labelled: bool | None, **options: Any) -> HeldOut:
+        """Run the networks over a loader and keep the data."""
 
 
-@dataclass(frozen=True)
 class Objective:
-    """A mixture as a function from settings to scores on held-out data.
+    """Mixtures of the same form as one function from settings to scores, each on held-out data of its own.
 
-    Rules read `settings`, make candidates with `settings.candidates(...)`, and compare them with `scores` or `mean_scores`.
+    Usually, there is one mixture. Cross-fitting has several, each fitted to all data but a part, and scores every candidate theta on each
+    datum by the mixture that has not seen it,
+
+        L(theta) = 1/n sum_f sum_{i in part f} -log p_f(y_i | x_i, theta).
+
+    The chosen settings are then applied to a mixture that was fitted to all data. They are slightly cautious for it, because each of the
+    mixtures has seen fewer data.
+
+    Rules read `settings`, make candidates with `settings.at_precision` or `dataclasses.replace`, and compare them with `scores` or
+    `mean_scores`.
+
+    Args:
+        parts: each mixture with its held-out data, or None for a rule that uses only the training data.
     """
 
-    likelihood: Likelihood
-    settings: Settings
-    """The prior precision before tuning; all other settings are neutral."""
-    held_out: HeldOut | None
-    """The validation data, or None for a rule that uses only the training data."""
-    link: Link
-    """Map from logits to probabilities."""
-    predictor_at: Callable[[Settings], Callable[[Rows], Predictive]]
-    """Function that maps candidates to a function from rows to predictive distributions, `LaplaceMixture.distribution_of`."""
-    fixed_weights: bool
-    """True if the mixture's weights do not depend on the settings, so that many candidates can be evaluated at once."""
-    log_evidence: Sequence[Callable[[Tensor], Tensor]]
-    """For each network, a function that maps a prior precision to the log marginal likelihood of the training labels."""
-    with_noise: Callable[[float | Sequence[float]], Objective]
-    """Function that returns the objective after the noise has been multiplied by a factor, or by one factor per network."""
-    read: Callable[[Iterable[Any], str], HeldOut]
-    """Function that runs the networks over another loader with the given name, whose labels are ignored."""
-    distances: Distances | None
-    """Distances from the training classes, or None if the mixture cannot compute them."""
-
-    @property
-    def data(self) -> HeldOut:
-        """The validation data."""
-        assert self.held_out is not None  # `as_rule` requires data for rules that use them
-        return self.held_out
-
-    @property
-    def num_networks(self) -> int:
+    def __init__(self, parts: Sequence[tuple[TunableMixture, HeldOut | None]]) -> None:
+        self.parts = parts
+        first = parts[0][0]
+        self.mixture: TunableMixture = first
+        """The first mixture, from which the others differ only in their training data."""
+        self.likelihood: Likelihood = first.likelihood
+        self.settings: Settings = first.settings
+        """The prior precision before tuning; all other settings are neutral."""
+        self.num_networks: int = len(first.settings.prior_precision)
         """Number of networks in the mixture."""
-        return len(self.settings.precisions)
+        self.data: Any = None if parts[0][1] is None else joined([data for _, data in parts if data is not None])
+        """The validation data, or None for a rule that uses only the training data."""
+        self._kept: dict[tuple[int, bool], list[Any]] = {}
+
+    @property
+    def has_distances(self) -> bool:
+        """True if the mixture computes distances from the training classes."""
+        return len(self.mixture.distances) > 0
+
+    def relative_log_distances(self) -> Tensor:
+        """Return the log distances (n,) of the validation data of all processes, relative to their median."""
+        pairs = [(mixture, data) for mixture, data in self.parts if data is not None]
+        return torch.cat([data.gather_from_chunks(mixture.log_distance) for mixture, data in pairs])
+
+    def log_evidence(self, settings: Settings) -> Tensor:
+        """Return the log marginal likelihood (K,) of the training labels under each network."""
+        return torch.stack([mixture.log_evidence_at(settings) for mixture, _ in self.parts]).sum(0)
+
+    def read(self, loader: Iterable[Any], where: str) -> list[HeldOut]:
+        """Run the networks of every mixture over another loader, whose labels are ignored."""
+        team = None if self.data is None else self.data.team
+        return [mixture.read(loader, where, labelled=False, team=team) for mixture, _ in self.parts]
 
     def scores(
-        self, settings: Settings, score: ScoreFunction = label_scores, data: HeldOut | None = None
+        self,
+        candidates: Sequence[Settings],
+        score: ScoreFunction = label_scores,
+        data: Sequence[HeldOut] | None = None,
     ) -> dict[str, Tensor]:
         """Return the scores (L, m) of L candidates, one per datum or, for multi-label data, per known label.
 
-        The scores cover the data of all processes.
+        The scores cover the data of all mixtures and all processes.
 
         Args:
-            settings: the candidates.
-            score: function that maps a predictive distribution and labels to named scores (L, m).
-            data: other held-out data, instead of the validation data.
+            candidates: the settings to compare.
+            score: function that maps a predictive distribution and labels to named scores (m,).
+            data: other held-out data for each mixture, instead of the validation data.
         """
-        data = self.data if data is None else data
-        candidates = settings if settings.is_search else settings.candidates()
-        at_once = len(candidates) if self.link.variance_only and self.fixed_weights else 1
-        starts = range(0, len(candidates), at_once)
-        predictors = [self.predictor_at(candidates[start : start + at_once]) for start in starts]
-        chunks = []
-        for rows in data.chunks(at_once * self.link.row_size(data.outputs[0].shape[1])):
-            scores = [score(predictor(rows), rows.labels) for predictor in predictors]
-            chunks.append({name: torch.cat([part[name] for part in scores]) for name in scores[0]})
-        return {
-            name: data.team.gather(torch.cat([chunk[name] for chunk in chunks], 1).T.contiguous()).T
-            for name in chunks[0]
-        }
+        columns: dict[str, list[Tensor]] = {}
+        distances = any(settings.uses_distance for settings in candidates)
+        for index, (mixture, own_data) in enumerate(self.parts):
+            held_out = own_data if data is None else data[index]
+            assert held_out is not None  # `as_rule` requires data for rules that use them
+            chunks = (
+                self._chunks(index, distances=distances)
+                if data is None
+                else _projected(mixture, held_out, distances=distances)
+            )
+            tables = []
+            for rows in chunks:
+                scores = mixture.scores_at(candidates, rows, score)
+                tables.append({name: torch.stack([column[name] for column in scores], 1) for name in scores[0]})
+            for name in tables[0]:
+                values = held_out.team.gather(torch.cat([table[name] for table in tables]))
+                columns.setdefault(name, []).append(values.T)
+        return {name: torch.cat(parts, 1) for name, parts in columns.items()}
+
+    def _chunks(self, index: int, *, distances: bool) -> Iterable[Any]:
+        # Return the projected rows of a mixture's validation data, which are kept if they fit into memory.
+        kept = self._kept.get((index, distances))
+        if kept is None:
+            mixture, data = self.parts[index]
+            kept = []
+            size = 0
+            for rows in _projected(mixture, data, distances=distances):
+                size += rows.bytes
+                if size > MOST_PROJECTED:
+                    return _projected(mixture, data, distances=distances)
+                kept.append(rows)
+            self._kept[index, distances] = kept
+        return kept
 
     def mean_scores(
-        self, settings: Settings, score: ScoreFunction = label_scores, data: HeldOut | None = None
+        self,
+        candidates: Sequence[Settings],
+        score: ScoreFunction = label_scores,
+        data: Sequence[HeldOut] | None = None,
     ) -> dict[str, Tensor]:
         """Return the mean (L,) of each score and, for classification with labels, the calibration error "ece"."""
-        scores = self.scores(settings, score, data)
+        scores = self.scores(candidates, score, data)
         means = {name: values.mean(1) for name, values in scores.items()}
         if "correct" in scores:
             means["ece"] = calibration_gaps(bin_sums(scores["confidence"], scores["correct"]))
         return means
+
+
+def _projected(mixture: TunableMixture, data: Any, *, distances: bool) -> Iterator[Any]:
+    for rows in data.chunks(mixture.link.row_size(data.outputs[0].shape[1])):
+        yield mixture.project(rows, distances=distances)

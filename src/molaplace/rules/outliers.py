@@ -36,7 +36,7 @@ class Outliers(Rule):
         outliers = objective.read(self.loader, "outlier loader")
 
         def evaluate(precisions: Sequence[float]) -> Scored:
-            candidates = objective.settings.candidates(prior_precision=precisions)
+            candidates = [objective.settings.at_precision(precision) for precision in precisions]
             validation = objective.mean_scores(candidates)
             far = objective.mean_scores(candidates, scores_without_labels, outliers)
             penalised = validation["nll"] + self.weight * far["uniformity"]
@@ -49,5 +49,5 @@ class Outliers(Rule):
             f"At prior precision {precision:.3g}, the validation log loss is {scores['nll']:.4g} and the mean "
             f"confidence on outliers is {scores['outlier_confidence']:.1%}."
         )
-        settings = objective.settings.candidates(prior_precision=[precision])[0]
+        settings = objective.settings.at_precision(precision)
         return Tuning(f"Outliers(weight={self.weight})", settings, summary, search.note(precision), search.curve())

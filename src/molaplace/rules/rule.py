@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
 from molaplace.options import counted, one_of
@@ -29,8 +27,6 @@ class Tuning:
     """Warnings and remarks about the choice."""
     curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     """Scores of all candidates on the validation data, keyed by name."""
-    noise_factors: tuple[float, ...] = ()
-    """Factor by which each component's noise is multiplied; empty unless a rule for regression chose the noise."""
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
@@ -42,9 +38,9 @@ class Tuning:
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
         """Rebuild the tuning from a dictionary returned by `as_json`."""
-        tuples = {name: tuple(entry[name]) for name in ("notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
-        return Tuning(**(entry | tuples | {"settings": Settings.from_json(entry["settings"]), "curve": curve}))
+        settings = Settings.from_json(entry["settings"])
+        return Tuning(**(entry | {"notes": tuple(entry["notes"]), "settings": settings, "curve": curve}))
 
 
 def check_tuning(tuning: object, num_networks: int) -> Tuning:
@@ -55,13 +51,11 @@ def check_tuning(tuning: object, num_networks: int) -> Tuning:
             argument="rule",
         )
     settings = tuning.settings
-    if not isinstance(settings, Settings) or any(isinstance(value, Tensor) for value in vars(settings).values()):
+    if not isinstance(settings, Settings):
         raise OptionError(
-            "must choose the settings of one candidate, such as candidates[index], where candidates = "
-            f"objective.settings.candidates(...); got {settings!r}.",
-            argument="rule",
+            f"must choose settings, such as objective.settings.at_precision(0.5); got {settings!r}.", argument="rule"
         )
-    if len(settings.precisions) != num_networks:
+    if len(settings.prior_precision) != num_networks:
         raise OptionError(
             f"must choose one prior precision for each of {counted(num_networks, 'network')}, got {settings!r}.",
             argument="rule",

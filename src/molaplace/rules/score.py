@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class Score(Rule):
             f"The best {SCORE_NAMES[score]} found on the validation data is {best[score]:.4g}, at prior precision "
             f"{best['prior_precision']:.3g}{at_temperature}."
         )
-        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]], temperature=temperature)[0]
+        settings = objective.settings.at_precision(best["prior_precision"], temperature=temperature)
         notes = (*notes, *search.note(best["prior_precision"]))
         return Tuning(f"Score({score!r})", settings, summary, notes, search.curve())
 
@@ -82,8 +82,7 @@ class Score(Rule):
         # Return a temperature below 1 if accuracy exceeds confidence by more than two standard errors. Covariance only lowers
         # confidence, but networks trained with label smoothing or mixup need the opposite.
         score = self.score
-        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]])
-        scores = objective.scores(settings)
+        scores = objective.scores([objective.settings.at_precision(best["prior_precision"])])
         correct = scores["correct"][0]
         confidence = scores["confidence"][0]
         gap, error = paired(correct, confidence, objective.data)
@@ -96,8 +95,8 @@ class Score(Rule):
         temperature = 1.0
         tried = TEMPERATURES
         for _ in range(3):  # alternate, as each setting can compensate for the other; more rounds would gain little
-            candidates = objective.settings.candidates(prior_precision=[best["prior_precision"]], temperature=tried)
-            values = objective.mean_scores(candidates)[score]
+            settings = objective.settings.at_precision(best["prior_precision"])
+            values = objective.mean_scores([replace(settings, temperature=value) for value in tried])[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
                 return None  # this also covers links that do not depend on the temperature
             if score == "nll":  # the prior is a density, and comparable only with log losses
@@ -107,7 +106,7 @@ class Score(Rule):
             low = max(TEMPERATURES[0], temperature / step)
             high = min(1.0, temperature * step)
             tried = tuple(low * (high / low) ** (part / 16) for part in range(17))
-            search = _search(objective, self.grid, temperature)
+            search = _search(objective, self.grid, temperature=temperature)
             best = search.minimise(score, smooth=score != "ece")
         note = (
             f"the networks are underconfident, as after label smoothing or mixup: on the validation data, the mean confidence is "
@@ -118,10 +117,9 @@ class Score(Rule):
         return temperature, search, best, (note,)
 
 
-def _search(objective: Objective, grid: Sequence[float] | None, temperature: float = 1.0) -> PrecisionSearch:
+def _search(objective: Objective, grid: Sequence[float] | None, **settings: Any) -> PrecisionSearch:
     def evaluate(precisions: Sequence[float]) -> Scored:
-        candidates = objective.settings.candidates(prior_precision=precisions, temperature=temperature)
-        return objective.mean_scores(candidates)
+        return objective.mean_scores([objective.settings.at_precision(value, **settings) for value in precisions])
 
     return PrecisionSearch(evaluate, grid)
 
@@ -134,9 +132,13 @@ def _tune_regression(objective: Objective, score: str, grid: Sequence[float] | N
     free = objective.likelihood.estimated
     targets = objective.likelihood.num_uncertain(objective.data.outputs[0].shape[1])
     relative, absolute = (0.0, ALIKE * targets) if score == "nll" else (ALIKE, 0.0)
+
+    def noise(factor: float) -> tuple[float, ...]:
+        return (factor,) * objective.num_networks if free else ()
+
     factor = 1.0
     for _ in range(20):
-        search = _search(objective.with_noise(factor), grid)
+        search = _search(objective, grid, noise_factor=noise(factor))
         smallest = search.minimise(score, relative=relative, absolute=absolute)[score]
         limit = smallest + relative * abs(smallest) + absolute
         close = [scores for scores in search.tried.values() if scores[score] <= limit]
@@ -144,16 +146,15 @@ def _tune_regression(objective: Objective, score: str, grid: Sequence[float] | N
         if not free:
             break
         previous = factor
-        settings = objective.settings.candidates(prior_precision=[best["prior_precision"]])
+        settings = objective.settings.at_precision(best["prior_precision"])
         for power in (1.0, 0.125, 1 / 64):
             tried = [factor * multiple**power for multiple in NOISE_FACTORS]
-            values = [objective.with_noise(noise).mean_scores(settings)[score] for noise in tried]
-            factor = tried[int(torch.cat(values).argmin())]
+            values = objective.mean_scores([replace(settings, noise_factor=noise(value)) for value in tried])[score]
+            factor = tried[int(values.argmin())]
         if abs(math.log(factor / previous)) < 1e-3:
             break
     precision = best["prior_precision"]
     at_noise = f" with the noise multiplied by {factor:.3g}" if free else ""
     summary = f"The {SCORE_NAMES[score]} on the validation data is {best[score]:.4g} at prior precision {precision:.3g}{at_noise}."
-    factors = (factor,) * objective.num_networks if free else ()
-    settings = objective.settings.candidates(prior_precision=[precision])[0]
-    return Tuning(f"Score({score!r})", settings, summary, search.note(precision), search.curve(), noise_factors=factors)
+    settings = objective.settings.at_precision(precision, noise_factor=noise(factor))
+    return Tuning(f"Score({score!r})", settings, summary, search.note(precision), search.curve())

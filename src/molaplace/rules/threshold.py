@@ -69,7 +69,9 @@ class Threshold(Rule):
         target, origin, notes = self.target(objective.data)
         score = scores_without_labels if objective.data.labels is None else label_scores
         search = PrecisionSearch(
-            lambda precisions: objective.mean_scores(objective.settings.candidates(prior_precision=precisions), score),
+            lambda precisions: objective.mean_scores(
+                [objective.settings.at_precision(value) for value in precisions], score
+            ),
             self.grid,
         )
 
@@ -98,7 +100,7 @@ class Threshold(Rule):
                 f"The mean confidence on the validation data is {scores['confidence']:.2%} at prior precision "
                 f"{scores['prior_precision']:.3g} (target: {origin}){above}."
             )
-        settings = objective.settings.candidates(prior_precision=[scores["prior_precision"]])[0]
+        settings = objective.settings.at_precision(scores["prior_precision"])
         return Tuning(f"Threshold: target confidence {origin}", settings, summary, notes, search.curve())
 
 

@@ -48,10 +48,10 @@ HEAD = {
     "outputs": int,
     "width": int,
 }
-SETTINGS = {name: [float] if name == "prior_precision" else float for name in Settings((1.0,)).as_json()}
+SETTINGS = {name: [float] if isinstance(value, list) else float for name, value in Settings((1.0,)).as_json().items()}
 TUNING = {
     **dict.fromkeys(("rule", "summary"), str),
-    **{"settings": SETTINGS, "noise_factors": [float], "notes": [str], "curve": {str: [float]}},
+    **{"settings": SETTINGS, "notes": [str], "curve": {str: [float]}},
 }
 MIXTURE = {
     "link": {"name": str},

@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,15 +33,15 @@ from molaplace.numerics import Generator
 from molaplace.sums import Sums
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. The ridge leaves
+"""Ridge that `FeatureFactor.mahalanobis` adds to the feature covariance, relative to the covariance's largest eigenvalue. It leaves
 lengths almost unchanged in directions that the training data span; in all other directions, it makes lengths very large instead of
 infinite."""
 
 WEIGHTS_AT_ONCE = 2**19
 """Largest number of drawn weights in memory at once (4 MB in float64)."""
 
-Precision: TypeAlias = "float | Tensor"
-"""One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
+EVERY_OUTPUT = slice(None)
+"""All outputs, in `Curvature.cross`."""
 
 
 class Structure(ABC):
@@ -113,98 +114,101 @@ def free_memory() -> int | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Curvature(ABC):
-    """The curvature of uncertain weights in its eigenbasis, in float64 and without the prior."""
+    """A Gaussian over the uncertain weights, given by its curvature in an eigenbasis, in float64 and without the prior.
+
+    Every question about the logits is asked of *projected* features `z = project(phi)`, which are the features' coordinates in the
+    basis. They depend neither on the prior precision nor on the noise, so a search projects its rows once.
+    """
 
     outputs: int
     features: int
+    scale: float = 1.0
+    """Factor of the curvature: 1 or, after the noise has been multiplied by a factor, the inverse square of this factor."""
 
     def to(self, device: torch.device) -> Self:
         """Return the same curvature on another device."""
         return replace(self, **tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, vars(self)))
 
     @abstractmethod
-    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variances (n, C) of the logits for features (n, P); for L prior precisions, their shape is (L, n, C)."""
+    def project(self, phi: Tensor) -> Tensor:
+        """Return the coordinates z (n, ...) of features (n, P)."""
 
     @abstractmethod
-    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return the covariance (n, C, C) of the logits."""
+    def variance(self, z: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Return the variances (n, C) of the logits."""
 
     @abstractmethod
-    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
-        """Return the covariances (n, C, n, C) between all logits at all data points."""
-
-    @abstractmethod
-    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
-        """Return the covariances (n, n) of one logit between the data points."""
-
-    @property
-    @abstractmethod
-    def noise_size(self) -> int:
-        """Number of standard normal variables in one draw of the logits."""
-
-    @abstractmethod
-    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Turn standard normals (S, noise_size) shared by all data into logit deviations (n, S, C), up to a common shift."""
-
-    @abstractmethod
-    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw random offsets (count, C, P) to add to the trained weights."""
-
-    @abstractmethod
-    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
-
-    @abstractmethod
-    def draw(self, precision: float, generator: Generator) -> Tensor:
-        """Draw one random offset of the weights, in the coordinates of the features."""
-
-    @abstractmethod
-    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
-        """Return the deviations (n, C) of the logits that an offset from `draw` causes."""
+    def cross(
+        self,
+        z: Tensor,
+        other: Tensor,
+        precision: float,
+        *,
+        centred: bool = False,
+        outputs: slice = EVERY_OUTPUT,
+    ) -> Tensor:
+        """Return the covariances (..., n, c, m, c) between some logits of n data and of m others, with leading batch dimensions."""
 
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
     @abstractmethod
-    def divided_by(self, factor: float) -> Self:
-        """Return the curvature divided by a factor, such as that of the noise variance; the variances of the logits grow."""
+    def offsets(self, precision: float, count: int, generator: Generator) -> Tensor:
+        """Draw random offsets (S, ...) of the weights from their trained values, in the coordinates of projected features."""
+
+    @abstractmethod
+    def in_weights(self, offsets: Tensor) -> Tensor:
+        """Return offsets (S, ...) as offsets of the weights: (S, C, P) or, for a whole network, (S, D)."""
+
+    @abstractmethod
+    def deviations(self, z: Tensor, offsets: Tensor) -> Tensor:
+        """Return the deviations (n, S, C) of the logits that offsets of the weights cause."""
+
+    @property
+    @abstractmethod
+    def noise_size(self) -> int:
+        """Number of standard normal variables in one draw of `marginal_deviations`."""
+
+    @abstractmethod
+    def marginal_deviations(self, z: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Turn standard normals (S, noise_size) into deviations (n, S, C) of the logits, up to a common shift.
+
+        Each datum's deviations have the covariance of its logits. All data share the normals, so deviations of different data are not
+        those of one function, but they take C instead of C P normals.
+        """
+
+    # --- what follows ---------------------------------------------------------------------------------------------------
+
+    def covariance(self, z: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Return the covariance (n, C, C) of each datum's logits."""
+        rows = z[:, None]
+        return self.cross(rows, rows, precision, centred=centred)[:, 0, :, 0]
+
+    def kronecker_factors(self, z: Tensor, precision: float) -> tuple[Tensor, Tensor] | None:
+        """Return matrices (n, n) and (C, C) whose Kronecker product are the covariances of all logits, or None if there are none."""
+        return None
 
 
 class LayerCurvature(Curvature):
     """The curvature of a last layer, whose weights (C, P) multiply the features."""
 
-    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
-        most = max(1, WEIGHTS_AT_ONCE // (self.outputs * self.features))
-        deviations = phi.new_empty(phi.shape[0], count, self.outputs)  # `len` would fix the batch size of a trace
-        for start in range(0, count, most):
-            weights = self.sample(precision, min(most, count - start), generator).to(phi)
-            deviations[:, start : start + most] = torch.einsum("np,scp->nsc", phi, weights)
-        return deviations
+    feature_factor: FeatureFactor
 
-    def draw(self, precision: float, generator: Generator) -> Tensor:
-        """Draw an offset (C, P) of the weights."""
-        return self.sample(precision, 1, generator)[0]
+    def in_weights(self, offsets: Tensor) -> Tensor:
+        """Return the offsets (S, C, P) of the weights."""
+        return self.feature_factor.restore(offsets)
 
-    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
-        """Return the deviations (n, C) of the logits that an offset (C, P) of the weights causes."""
-        return phi @ draw.T
+    def deviations(self, z: Tensor, offsets: Tensor) -> Tensor:
+        """Return `z offset'`."""
+        return torch.einsum("np,scp->nsc", z, offsets.to(z))
 
-    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
-        """Return `phi' Sigma_cc phi` for all pairs of data points."""
-        return phi @ self.class_covariance(precision, output) @ phi.mT
-
-    @abstractmethod
-    def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Return the Mahalanobis length (n,) of each feature vector relative to the training features."""
-
-    @abstractmethod
     def class_covariance(self, precision: float, output: int) -> Tensor:
         """Return the marginal covariance (P, P) of one output's weights."""
+        units = self.project(torch.eye(self.features, dtype=torch.float64, device=self.feature_factor.values.device))
+        return self.cross(units, units, precision, outputs=slice(output, output + 1))[:, 0, :, 0]
 
     def smallest_class_variance(self, precision: float) -> Tensor:
         """Return the smallest eigenvalue (C,) of each output's marginal covariance."""
@@ -214,70 +218,86 @@ class LayerCurvature(Curvature):
 
 @dataclass(frozen=True)
 class Spread:
-    """Covariance of the logits `phi' w / s` for n data points; links combine it with the mean."""
+    """Covariance of the logits for n data points; links combine it with the mean. Variances are computed once, when they are read."""
 
     curvature: Curvature
-    phi: Tensor
-    """Features (n, P), including the constant 1."""
-    precision: Precision
-    divisor: float | Tensor = 1.0
-    """Divisor s of the logits: either 1 or a tensor (..., n, 1)."""
-    variances: Tensor | None = None
-    """Variances (n, C) of the logits before division, if they have been computed (`with_variances`)."""
+    z: Tensor
+    """Projected features (n, ...)."""
+    precision: float
 
-    @property
-    def _column(self) -> float | Tensor:
-        return self.divisor[..., None] if isinstance(self.divisor, Tensor) else self.divisor
+    @cached_property
+    def _variance(self) -> Tensor:
+        return self.curvature.variance(self.z, self.precision)
+
+    @cached_property
+    def _centred_variance(self) -> Tensor:
+        return self.curvature.variance(self.z, self.precision, centred=True)
 
     def variance(self, *, centred: bool = False) -> Tensor:
-        """Return the variance (..., n, C) of each logit."""
-        if self.variances is not None and not centred:
-            return self.variances / self.divisor**2
-        if isinstance(self.precision, float):
-            return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
-        # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
-        # 1000 classes, computing the variances takes most of the time.
-        precisions, indices = torch.unique(self.precision, return_inverse=True)
-        return self.curvature.variance(self.phi, precisions, centred=centred)[indices] / self.divisor**2
-
-    def with_variances(self) -> Spread:
-        """Return the spread with its variances computed, for callers that read them several times."""
-        return replace(self, variances=replace(self, divisor=1.0).variance())
+        """Return the variance (n, C) of each logit."""
+        return self._centred_variance if centred else self._variance
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Return the covariance (..., n, C, C) of the logits for a single prior precision."""
-        return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
-
-    def smallest_class_variance(self) -> Tensor:
-        """Return the smallest eigenvalue (..., C) of each output's weight covariance, divided as the logits are."""
-        assert isinstance(self.curvature, LayerCurvature)  # only last layers have one block of weights for each output
-        return self.curvature.smallest_class_variance(float(self.precision)) / self.divisor**2
+        """Return the covariance (n, C, C) of the logits."""
+        return self.curvature.covariance(self.z, self.precision, centred=centred)
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normal variables in one draw of the logits."""
+        """Number of standard normal variables in one draw of `marginal_deviations`."""
         return self.curvature.noise_size
 
-    def perturb(self, noise: Tensor) -> Tensor:
-        """Return deviations (..., n, S, C) of the logits, up to a common shift, for a single prior precision."""
-        return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
+    def marginal_deviations(self, noise: Tensor) -> Tensor:
+        """Return deviations (n, S, C) of the logits, up to a common shift, given normals (S, noise_size) that all data share."""
+        return self.curvature.marginal_deviations(self.z, self.precision, noise)
 
-    def perturb_by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Return deviations (..., n, count, C) of the logits, computed from draws of the weights for a single prior precision."""
-        return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
+    def deviations(self, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the logits under draws of the weights."""
+        curvature = self.curvature
+        most = max(1, WEIGHTS_AT_ONCE // (curvature.outputs * curvature.features))
+        counts = [min(most, count - start) for start in range(0, count, most)]
+        parts = [curvature.deviations(self.z, curvature.offsets(self.precision, part, generator)) for part in counts]
+        return torch.cat(parts, 1)
 
-    def with_divided_logits(self, divisor: Tensor) -> Spread:
-        """Return the spread after dividing each datum's logits by its entry in `divisor` (..., n, 1)."""
-        return replace(self, divisor=divisor * self.divisor)
+    def with_divided_logits(self, divisor: Tensor) -> DividedSpread:
+        """Return the spread after dividing each datum's logits by its entry in `divisor` (n, 1) or (1, 1)."""
+        return DividedSpread(self, divisor)
+
+
+@dataclass(frozen=True)
+class DividedSpread:
+    """Covariance of the logits `phi' w / s`."""
+
+    undivided: Spread
+    divisor: Tensor
+    """Divisor s of the logits, (n, 1) or (1, 1)."""
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normal variables in one draw of `marginal_deviations`."""
+        return self.undivided.noise_size
+
+    def variance(self, *, centred: bool = False) -> Tensor:
+        """Return the variance (n, C) of each logit."""
+        return self.undivided.variance(centred=centred) / self.divisor**2
+
+    def covariance(self, *, centred: bool = False) -> Tensor:
+        """Return the covariance (n, C, C) of the logits."""
+        return self.undivided.covariance(centred=centred) / self.divisor[..., None] ** 2
+
+    def marginal_deviations(self, noise: Tensor) -> Tensor:
+        """Return deviations (n, S, C) of the logits, up to a common shift, given normals (S, noise_size) that all data share."""
+        return self.undivided.marginal_deviations(noise) / self.divisor[..., None]
+
+    def deviations(self, count: int, generator: Generator) -> Tensor:
+        """Return deviations (n, count, C) of the logits under draws of the weights."""
+        return self.undivided.deviations(count, generator) / self.divisor[..., None]
+
+    def with_divided_logits(self, divisor: Tensor) -> DividedSpread:
+        """Return the spread after another division."""
+        return DividedSpread(self.undivided, self.divisor * divisor)
 
 
 # --- linear algebra ---------------------------------------------------------------------------------------------------
-
-
-def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
-    """Return the prior precision as a tensor with `dims` trailing dimensions of size 1, for broadcasting."""
-    value = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
-    return value.reshape(*value.shape, *[1] * dims)
 
 
 def hides_shift(sums: Sums) -> bool:
@@ -327,7 +347,34 @@ def centred_diagonal(variance: Tensor) -> Tensor:
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 
-def mahalanobis_weights(values: Tensor) -> Tensor:
-    """Return `1 / (b + ridge)` for the eigenvalues b (P,) of the features' mean outer product, or 1 if every eigenvalue is 0."""
-    largest = values.max()
-    return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))
+@dataclass(frozen=True)
+class FeatureFactor:
+    """The mean outer product B of the training features in an orthonormal basis, in which features are projected."""
+
+    values: Tensor
+    """Eigenvalues b (P,) or, in the basis of the features themselves, the mean squares of the features."""
+    vectors: Tensor | None
+    """Eigenvectors R (P, P), or None for the basis of the features themselves, in which covariances between features are ignored."""
+
+    @staticmethod
+    def from_gram(gram: Tensor, count: int) -> FeatureFactor:
+        """Eigendecompose the mean, given the sum (P, P) of the features' outer products."""
+        return FeatureFactor(*eigensystem(gram / count))
+
+    def to(self, device: torch.device) -> FeatureFactor:
+        """Return the same factor on another device."""
+        return FeatureFactor(self.values.to(device), None if self.vectors is None else self.vectors.to(device))
+
+    def project(self, phi: Tensor) -> Tensor:
+        """Return the coordinates `R' phi`, of shape (n, P)."""
+        return phi if self.vectors is None else phi @ self.vectors
+
+    def restore(self, coordinates: Tensor) -> Tensor:
+        """Return the vectors (..., P) with the given coordinates, the inverse of `project`."""
+        return coordinates if self.vectors is None else coordinates @ self.vectors.T
+
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """Return the Mahalanobis length `sqrt(phi' B^-1 phi)`, of shape (n,), of each feature vector relative to the training features."""
+        largest = self.values.max()
+        ridged = torch.where(largest > 0, self.values + OUTLIER_RIDGE * largest, torch.ones_like(self.values))
+        return (self.project(phi).square() @ (1 / ridged)).sqrt()

@@ -9,25 +9,21 @@ the R output directions with curvature, so its size is R P. In the hidden direct
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from molaplace.likelihoods.base import OutputCurvature
-from molaplace.numerics import Generator, standard_normals
 from molaplace.structures.base import (
-    Curvature,
+    FeatureFactor,
     LayerCurvature,
-    Precision,
     Structure,
-    as_column,
     eigensystem,
     hides_shift,
     output_bases,
 )
-from molaplace.structures.factors import FeatureFactor
+from molaplace.structures.dense import DenseCurvature
 from molaplace.sums import Sums
 
 
@@ -50,7 +46,7 @@ class Full(Structure):
             sums["separate"] = torch.einsum("nc,np,nq->cpq", curvature.separate, phi, phi)
         return sums
 
-    def solve(self, sums: Sums) -> Curvature:
+    def solve(self, sums: Sums) -> FullCurvature:
         """Eigendecompose the Hessian in the visible directions."""
         coupling = sums.tensors.get("coupling")
         separate = sums.tensors.get("separate")
@@ -68,9 +64,17 @@ class Full(Structure):
         size = basis.shape[1] * width
         reduced = torch.einsum("ir,ipjq,js->rpsq", basis, hessian, basis).reshape(size, size)
         values, vectors = eigensystem(reduced)
-        rotated = torch.einsum("ir,rpm->ipm", basis, vectors.view(-1, width, size))
-        feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
-        return FullCurvature(outputs, width, values, rotated, hidden_basis, feature_factor)
+        visible = torch.einsum("ir,rpm->ipm", basis, vectors.view(-1, width, size))
+        identity = torch.eye(width, dtype=torch.float64, device="cpu")
+        shifts = torch.einsum("ih,pm->iphm", hidden_basis, identity).flatten(2)
+        return FullCurvature(
+            outputs=outputs,
+            features=width,
+            values=torch.cat([values, values.new_zeros(shifts.shape[2])]),
+            hidden=hides_shift(sums),
+            vectors=torch.cat([visible, shifts], 2),
+            feature_factor=FeatureFactor.from_gram(sums.tensors["gram"], sums.count),
+        )
 
     def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
         """Return all sums; the coupled curvature as a matrix (C P, C P)."""
@@ -82,88 +86,28 @@ class Full(Structure):
         return 8 * 6 * (features * outputs) ** 2
 
 
-@dataclass(frozen=True)
-class FullCurvature(LayerCurvature):
-    """Eigenvalues (M,) and eigenvectors (C, P, M) of the Hessian in the M = R P visible directions."""
+@dataclass(frozen=True, kw_only=True)
+class FullCurvature(DenseCurvature, LayerCurvature):
+    """Eigenvalues (C P,) and eigenvectors of the Hessian of a last layer; the directions without curvature come last."""
 
-    values: Tensor
     vectors: Tensor
-    hidden_basis: Tensor
-    """Hidden output directions (C, C - R), which have no curvature."""
+    """Eigenvectors (C, P, C P)."""
     feature_factor: FeatureFactor
 
-    def inverse(self, precision: Precision) -> Tensor:
-        """Return the eigenvalues (..., M) of the posterior covariance in the visible directions."""
-        return 1 / (self.values + as_column(precision, self.values, 1))
-
-    def coordinates(self, phi: Tensor) -> Tensor:
-        """Return the coordinates (n, C, M) of each logit in the eigenbasis."""
+    def project(self, phi: Tensor) -> Tensor:
+        """Return the coordinates (n, C, C P) of each logit's derivatives `e_c x phi`."""
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
-    def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        # Return the prior variance (..., n) of the shift common to all logits.
-        return phi.square().sum(1) / as_column(precision, phi, 1)
-
-    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior variance in the hidden direction."""
-        inverse = self.inverse(precision)
-        variance = self.coordinates(phi).square() @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
-        variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
-        if centred:
-            return variance
-        return variance + self._shift_variance(phi, precision)[..., None] * self.hidden_basis.square().sum(1)
-
-    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `(I x phi)' Sigma (I x phi)`."""
-        coordinates = self.coordinates(phi)
-        covariance = (coordinates * self.inverse(precision)) @ coordinates.mT
-        if centred:
-            return covariance
-        return covariance + self._shift_variance(phi, precision)[:, None, None] * (
-            self.hidden_basis @ self.hidden_basis.T
-        )
-
-    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
-        """Return `(I x phi)' Sigma (I x phi')` for all pairs of data points."""
-        coordinates = self.coordinates(phi)
-        visible = torch.einsum("ncm,kdm->nckd", coordinates * self.inverse(precision), coordinates)
-        hidden = self.hidden_basis @ self.hidden_basis.T
-        return visible + torch.einsum("nk,cd->nckd", phi @ phi.mT / precision, hidden)
+    def in_weights(self, offsets: Tensor) -> Tensor:
+        """Return the offsets (S, C, P) of the weights."""
+        return torch.einsum("cpm,sm->scp", self.vectors, offsets.to(self.vectors))
 
     @property
     def noise_size(self) -> int:
-        """Number of eigenvalues, because the weights are drawn in the eigenbasis."""
-        return len(self.values)
+        """Number of directions with curvature."""
+        return len(self.values) - self.features * int(self.hidden)
 
-    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Multiply the features by draws of the weights."""
-        weights = torch.einsum("cpm,sm->pcs", self.vectors, noise * self.inverse(precision).sqrt())
-        return torch.einsum("np,pcs->nsc", phi, weights)
-
-    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals in the eigenbasis, with the prior variance in the hidden direction, and rotate them back."""
-        noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
-        visible = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
-        hidden = standard_normals((count, self.hidden_basis.shape[1], self.features), generator).to(self.values.device)
-        return visible + self.hidden_basis @ hidden / precision**0.5
-
-    def log_determinant(self, precision: Tensor) -> Tensor:
-        """Return `sum_m log(l_m + lambda)`, plus `P log(lambda)` for the hidden direction."""
-        hidden = self.hidden_basis.shape[1] * self.features
-        return (self.values + precision).log().sum() + hidden * precision.log()
-
-    def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Return `sqrt(phi' B^-1 phi)`."""
-        return self.feature_factor.mahalanobis(phi)
-
-    def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the diagonal block (P, P) of the covariance for the given output."""
-        vectors = self.vectors[output]
-        hidden = self.hidden_basis[output].square().sum() / precision
-        return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(
-            self.features, dtype=vectors.dtype, device=vectors.device
-        )
-
-    def divided_by(self, factor: float) -> Self:
-        """Return the curvature divided by a factor."""
-        return replace(self, values=self.values / factor)
+    def marginal_deviations(self, z: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Return `z e / sqrt(h + lambda)`, the deviations that one draw of the weights causes at all data."""
+        visible = slice(self.noise_size)
+        return self.deviations(z[..., visible], noise * self.inverse(precision)[visible].sqrt())

@@ -38,16 +38,20 @@ q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from molaplace.likelihoods.base import OutputCurvature
-from molaplace.numerics import Generator, standard_normals
-from molaplace.structures.base import Curvature, Precision, Structure, as_column, centred_diagonal, centred_variance
-from molaplace.structures.factors import FeatureFactor, ProductCurvature
+from molaplace.numerics import Generator, square_root, standard_normals
+from molaplace.structures.base import (
+    EVERY_OUTPUT,
+    FeatureFactor,
+    LayerCurvature,
+    Structure,
+    centred_variance,
+)
 from molaplace.sums import Sums
 
 HALVINGS = 80
@@ -72,7 +76,7 @@ class KronDiag(Structure):
             sums["separate"] = curvature.separate.sum(0)
         return sums
 
-    def solve(self, sums: Sums) -> Curvature:
+    def solve(self, sums: Sums) -> GraphCurvature:
         """Eigendecompose B and find the graph whose degrees are given by the sums."""
         means = {
             name: tensor.cpu() / sums.count for name, tensor in sums.tensors.items() if name in ("degrees", "separate")
@@ -82,7 +86,16 @@ class KronDiag(Structure):
         feature_factor = FeatureFactor.from_gram(sums.tensors["gram"], sums.count)
         outputs = len(degrees)
         features = len(feature_factor.values)
-        return KronDiagCurvature(outputs, features, sums.count, feature_factor, *graph_of_degrees(degrees), separate)
+        total, nodes = graph_of_degrees(degrees)
+        return GraphCurvature(
+            outputs=outputs,
+            features=features,
+            feature_factor=feature_factor,
+            count=sums.count,
+            total=total,
+            nodes=nodes,
+            separate=separate,
+        )
 
     def semidefinite(self, sums: Sums) -> Sequence[Tensor]:
         """Return the feature factor."""
@@ -138,10 +151,14 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     return 4 * largest_degree / high, nodes / nodes.sum()
 
 
-@dataclass(frozen=True)
-class KronDiagCurvature(ProductCurvature):
-    """A product curvature whose factor U, computed from the degrees of A, is a diagonal matrix plus a rank-one matrix."""
+@dataclass(frozen=True, kw_only=True)
+class GraphCurvature(LayerCurvature):
+    """A curvature whose covariance is `U x V`, with `V = (sqrt(N) B + sqrt(lambda) I)^-1`; U is a diagonal plus a rank-one matrix."""
 
+    feature_factor: FeatureFactor
+    """Eigensystem of B."""
+    count: int
+    """Number N of training data."""
     total: float
     """Scale T of the edge weights `T q_i q_j`."""
     nodes: Tensor
@@ -149,38 +166,41 @@ class KronDiagCurvature(ProductCurvature):
     separate: Tensor | None
     """Mean separate curvature (C,), or None if adding the same number to all outputs has no effect."""
 
-    def _separate_precision(self, precision: Precision) -> Tensor:
-        # Return `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph.
-        root = as_column(precision, self.nodes, 1) ** 0.5
-        return root + (torch.zeros_like(self.nodes) if self.separate is None else self.count**0.5 * self.separate)
+    def _separate_precision(self, precision: float | Tensor) -> Tensor:
+        # Return `sqrt(N) s + sqrt(lambda)` (C,), the part of 1/gamma that does not depend on the graph.
+        separate = torch.zeros_like(self.nodes) if self.separate is None else self.scale * self.separate
+        return self.count**0.5 * separate + precision**0.5
 
-    def gamma(self, precision: Precision) -> Tensor:
-        """Return gamma (..., C), the diagonal part of U."""
-        return 1 / (self._separate_precision(precision) + self.count**0.5 * self.total * self.nodes)
+    @property
+    def _edge(self) -> float:
+        return self.count**0.5 * self.scale * self.total
 
-    def rank_one(self, precision: Precision) -> Tensor:
-        """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a direction is hidden, U must be centred afterwards."""
+    def gamma(self, precision: float | Tensor) -> Tensor:
+        """Return gamma (C,), the diagonal part of U."""
+        return 1 / (self._separate_precision(precision) + self._edge * self.nodes)
+
+    def rank_one(self, precision: float | Tensor) -> Tensor:
+        """Return the vector k (C,) in `U = diag(gamma) + k k'`. If a direction is hidden, U must be centred afterwards."""
         gamma = self.gamma(precision)
-        edge = self.count**0.5 * self.total
         if self.separate is not None:
-            total = (self.nodes * gamma * self._separate_precision(precision)).sum(-1, keepdim=True)
-            return (edge / total).sqrt() * self.nodes * gamma
-        prior = as_column(precision, self.nodes, 1) ** 0.5
-        learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
-        total = learned.sum(-1, keepdim=True)
+            total = (self.nodes * gamma * self._separate_precision(precision)).sum()
+            return (self._edge / total).sqrt() * self.nodes * gamma
+        prior = precision**0.5
+        learned = self._edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
+        total = learned.sum()
         positive = torch.where(total > 0, total, torch.ones_like(total))
         # Both formulas give the same k. Subtracting the mean from the smaller vector loses fewer digits.
-        by_learned = (learned.mean(-1, keepdim=True) - learned) / (prior * positive).sqrt()
-        by_gamma = (prior / positive).sqrt() * (gamma - gamma.mean(-1, keepdim=True))
-        smaller = learned.amax(-1, keepdim=True) < prior * gamma.amax(-1, keepdim=True)
+        by_learned = (learned.mean() - learned) / (prior * positive).sqrt()
+        by_gamma = (prior / positive).sqrt() * (gamma - gamma.mean())
+        smaller = learned.max() < prior * gamma.max()
         return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
 
-    def _shift_variance(self, precision: Precision) -> Tensor:
+    def _shift_variance(self, precision: float) -> float:
         # Return the prior variance, divided by C, of the hidden direction.
-        return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
+        return 1 / (self.outputs * precision**0.5)
 
-    def output_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U or, if `centred` is True, of its centred part."""
+    def _output_variance(self, precision: float, *, centred: bool = False) -> Tensor:
+        # Return the diagonal (C,) of U or, if `centred`, of its centred part.
         gamma = self.gamma(precision)
         squares = self.rank_one(precision).square()
         if self.separate is not None:
@@ -188,40 +208,73 @@ class KronDiagCurvature(ProductCurvature):
         visible = centred_variance(gamma) + squares
         return visible if centred else visible + self._shift_variance(precision)
 
-    def output_covariance(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred` is True, its centred part, for links that need covariances."""
-        gamma = self.gamma(precision)
-        rank_one = self.rank_one(precision)
+    def _output_covariance(self, precision: float, *, centred: bool = False, outputs: slice = EVERY_OUTPUT) -> Tensor:
+        # Return the block of U, or of its centred part, that belongs to some outputs.
+        every = self.gamma(precision)
+        gamma = every[outputs]
+        rank_one = self.rank_one(precision)[outputs]
+        block = torch.diag(gamma) + rank_one[:, None] * rank_one
         if self.separate is not None:
-            return torch.diag(gamma) + rank_one[:, None] * rank_one
-        visible = centred_diagonal(gamma) + rank_one[:, None] * rank_one
+            return block
+        visible = block - (gamma[:, None] + gamma - every.mean()) / self.outputs
         return visible if centred else visible + self._shift_variance(precision)
+
+    def _feature_inverse(self, precision: float | Tensor) -> Tensor:
+        # Return the eigenvalues (P,) of V.
+        return 1 / (self.count**0.5 * self.feature_factor.values + precision**0.5)
+
+    def project(self, phi: Tensor) -> Tensor:
+        """Return `R' phi`, of shape (n, P)."""
+        return self.feature_factor.project(phi)
+
+    def variance(self, z: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Return `(z' V z) U_cc`."""
+        along = z.square() @ self._feature_inverse(precision)
+        return along[:, None] * self._output_variance(precision, centred=centred)
+
+    def cross(
+        self,
+        z: Tensor,
+        other: Tensor,
+        precision: float,
+        *,
+        centred: bool = False,
+        outputs: slice = EVERY_OUTPUT,
+    ) -> Tensor:
+        """Return `(z' V z') U` for all pairs of data points."""
+        of_outputs = self._output_covariance(precision, centred=centred, outputs=outputs)
+        return torch.einsum("...nm,cd->...ncmd", (z * self._feature_inverse(precision)) @ other.mT, of_outputs)
+
+    def kronecker_factors(self, z: Tensor, precision: float) -> tuple[Tensor, Tensor]:
+        """Return `z V z'` (n, n) and U (C, C)."""
+        return (z * self._feature_inverse(precision)) @ z.mT, self._output_covariance(precision)
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Return `P log det U^-1 + C sum_j log(sqrt(N) b_j + sqrt(lambda))`, by the matrix determinant lemma."""
+        gamma = self.gamma(precision)
+        of_outputs = (self.nodes * gamma * self._separate_precision(precision)).sum().log() - gamma.log().sum()
+        return self.features * of_outputs - self.outputs * self._feature_inverse(precision).log().sum()
+
+    def offsets(self, precision: float, count: int, generator: Generator) -> Tensor:
+        """Draw independent normals for each class and normals shared by all classes, then multiply both by a square root of V."""
+        size = (count, self.outputs + 2, self.features)
+        noise = standard_normals(size, generator).to(self.nodes) * self._feature_inverse(precision).sqrt()
+        draws = self.gamma(precision).sqrt()[:, None] * noise[:, :-2]
+        draws = draws + self.rank_one(precision)[:, None] * noise[:, -2:-1]
+        if self.separate is not None:
+            return draws
+        return draws - draws.mean(1, keepdim=True) + noise[:, -1:] * self._shift_variance(precision) ** 0.5
 
     @property
     def noise_size(self) -> int:
         """Number of outputs plus one: one standard normal variable for each logit and one shared by all logits."""
         return self.outputs + 1
 
-    def output_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """Return `sqrt(gamma) * noise + k * z`, where z is an additional standard normal variable."""
-        return noise[:, :-1] * self.gamma(precision).sqrt() + noise[:, -1:] * self.rank_one(precision)
+    def marginal_deviations(self, z: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Return `sqrt(z' V z) (sqrt(gamma) noise + k noise')`, where noise' is an additional standard normal variable."""
+        draws = noise[:, :-1] * self.gamma(precision).sqrt() + noise[:, -1:] * self.rank_one(precision)
+        return square_root(z.square() @ self._feature_inverse(precision))[:, None, None] * draws
 
-    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals for each class and normals shared by all classes, then multiply both by a square root of V."""
-        root = self.feature_factor.vectors * self.feature_inverse(precision).sqrt()
-        noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
-        draws = self.gamma(precision).sqrt()[:, None] * noise[:, :-2]
-        draws = draws + self.rank_one(precision)[:, None] * noise[:, -2:-1]
-        if self.separate is not None:
-            return draws
-        return draws - draws.mean(1, keepdim=True) + noise[:, -1:] * self._shift_variance(precision).sqrt()
-
-    def output_log_determinant(self, precision: Tensor) -> Tensor:
-        """Return `log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
-        gamma = self.gamma(precision)
-        return (self.nodes * gamma * self._separate_precision(precision)).sum().log() - gamma.log().sum()
-
-    def divided_by(self, factor: float) -> Self:
-        """Return the curvature with both the graph and the separate part divided by a factor."""
-        separate = None if self.separate is None else self.separate / factor
-        return replace(self, total=self.total / factor, separate=separate)
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """Return `U_cc / (sqrt(N) b_max + sqrt(lambda))`."""
+        return self._output_variance(precision) * self._feature_inverse(precision).min()

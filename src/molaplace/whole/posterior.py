@@ -119,7 +119,7 @@ class WholeMoLA(LaplaceMixture):
         captured.check_logits(self.networks, inputs, likelihood)
 
         def compute(rows: Rows) -> dict[str, Tensor]:
-            members = self.members(rows)
+            members = self.members(self.project(rows))
             distribution = likelihood.predictive(members, self.link, seed)
             variances = [spread.variance() for spread in members.spreads if spread is not None]
             return {

@@ -14,17 +14,17 @@ z (n, C, D) in this basis, every formula is a sum over the D directions of terms
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError
 from molaplace.network import Inputs
-from molaplace.numerics import Generator, standard_normals
 from molaplace.structures import Structure
-from molaplace.structures.base import Curvature, Precision, as_column, contrasts, eigensystem
+from molaplace.structures.base import contrasts, eigensystem
+from molaplace.structures.dense import DenseCurvature
 from molaplace.sums import Sums
 from molaplace.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
 
@@ -109,7 +109,13 @@ class WholeStructure(Structure):
             bases.append((left, right))
             values.append(torch.outer(output_values, input_values).flatten())
         values.append(sums.tensors["rest"].cpu())
-        return WholeCurvature(self.outputs, self.layout.size, torch.cat(values), tuple(bases))
+        return WholeCurvature(
+            outputs=self.outputs,
+            features=self.layout.size,
+            values=torch.cat(values),
+            hidden=True,
+            bases=tuple(bases),
+        )
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the number of bytes that the sums and eigenbases occupy."""
@@ -117,14 +123,14 @@ class WholeStructure(Structure):
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
 
-@dataclass(frozen=True)
-class WholeCurvature(Curvature):
+@dataclass(frozen=True, kw_only=True)
+class WholeCurvature(DenseCurvature):
     """Eigenvalues (D,) of the Gauss-Newton matrix, and eigenbases (O, O) and (I, I) of each layer's factors.
 
-    The eigenbasis of all other weights is the identity. In the methods, phi denotes the coordinates (n, C, D) of the Jacobians.
+    The eigenbasis of all other weights is the identity. Jacobians are too large to store, so `coordinates` projects their factors as
+    they are computed, and the features (n, C, D) that predictions see are projected already.
     """
 
-    values: Tensor
     bases: tuple[tuple[Tensor, Tensor], ...]
 
     def coordinates(self, rows: JacobianRows) -> Tensor:
@@ -133,81 +139,30 @@ class WholeCurvature(Curvature):
         rotated = [factors.product(left, right).flatten(2) for factors, (left, right) in pairs]
         return torch.cat([*rotated, rows.rest], 2)
 
-    def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Convert coordinates (D,) in the eigenbasis to a deviation (D,) of the uncertain weights."""
+    def project(self, phi: Tensor) -> Tensor:
+        """Return the coordinates (n, C, D), unchanged."""
+        return phi
+
+    def in_weights(self, offsets: Tensor) -> Tensor:
+        """Return the offsets (S, D) of the uncertain weights."""
         sizes = [len(left) * len(right) for left, right in self.bases]
-        *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
+        *parts, rest = torch.split(offsets, [*sizes, offsets.shape[1] - sum(sizes)], dim=1)
         pairs = zip(self.bases, parts, strict=True)
-        rotated = [(left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs]
-        return torch.cat([*rotated, rest])
-
-    @staticmethod
-    def _centred(phi: Tensor, *, centred: bool) -> Tensor:
-        return phi - phi.mean(1, keepdim=True) if centred else phi
-
-    def inverse(self, precision: Precision) -> Tensor:
-        """Return the eigenvalues (..., D) of the posterior covariance."""
-        return 1 / (self.values + as_column(precision, self.values, 1))
-
-    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variance of each logit, `sum_d z_cd^2 / (h_d + lambda)`."""
-        inverse = self.inverse(precision)
-        squares = self._centred(phi, centred=centred).square()
-        variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
-        return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
-
-    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return the covariance of the logits, `z diag(1 / (h + lambda)) z'`."""
-        coordinates = self._centred(phi, centred=centred)
-        return (coordinates * self.inverse(precision)) @ coordinates.mT
-
-    def joint_covariance(self, phi: Tensor, precision: float) -> Tensor:
-        """Return `z diag(1 / (h + lambda)) z'` for all pairs of data points."""
-        return torch.einsum("ncd,d,mkd->ncmk", phi, self.inverse(precision), phi)
-
-    def output_covariance_matrix(self, phi: Tensor, precision: float, output: int) -> Tensor:
-        """Return `z_c diag(1 / (h + lambda)) z_c'` for all pairs of data points."""
-        coordinates = phi[:, output]
-        return (coordinates * self.inverse(precision)) @ coordinates.mT
+        rotated = [
+            (left @ part.view(len(part), len(left), len(right)) @ right.T).flatten(1) for (left, right), part in pairs
+        ]
+        return torch.cat([*rotated, rest], 1)
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normal variables per draw, one for each contrast of the logits."""
+        """Number of contrasts of the logits."""
         return self.outputs - 1
 
-    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+    def marginal_deviations(self, z: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Return draws with the centred covariance, computed from its Cholesky root in the basis of contrasts."""
         basis = contrasts(self.outputs).to(self.values)
-        covariance = basis.T @ self.covariance(phi, precision, centred=True) @ basis
+        covariance = basis.T @ self.covariance(z, precision, centred=True) @ basis
         scale = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(covariance.dtype).tiny)
         jitter = JITTER * torch.eye(self.noise_size, dtype=covariance.dtype, device=covariance.device)
-        root = torch.linalg.cholesky(covariance / scale + jitter) * scale.sqrt()
-        return (noise @ root.mT) @ basis.T
-
-    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw deviations (count, D) of the uncertain weights from their trained values."""
-        scale = self.inverse(precision).sqrt()
-        noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
-        return torch.stack([self.rotated_back(draw * scale) for draw in noise])
-
-    def draw(self, precision: float, generator: Generator) -> Tensor:
-        """Draw the coordinates (D,) of an offset of the uncertain weights in the eigenbasis."""
-        scale = self.inverse(precision).sqrt()
-        return scale * standard_normals((len(scale),), generator).to(scale)
-
-    def deviation(self, phi: Tensor, draw: Tensor) -> Tensor:
-        """Return the deviations (n, C) of the linearised logits, given the coordinates (D,) of an offset."""
-        return phi @ draw
-
-    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the linearised logits under random draws of the weights."""
-        draws = (self.draw(precision, generator) for _ in range(count))  # drawn lazily
-        return torch.stack([self.deviation(phi, draw) for draw in draws], 1)
-
-    def log_determinant(self, precision: Tensor) -> Tensor:
-        """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
-        return (self.values + precision).log().sum()
-
-    def divided_by(self, factor: float) -> Self:
-        """Return the curvature divided by a factor."""
-        return replace(self, values=self.values / factor)
+        lower = torch.linalg.cholesky(covariance / scale + jitter) * scale.sqrt()
+        return (noise @ lower.mT) @ basis.T
