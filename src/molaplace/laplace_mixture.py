@@ -513,6 +513,8 @@ class LaplaceMixture(Predictor):
     ) -> Self:
         """Choose the prior precision. Some rules also choose the temperature, pooling and distance exponent; others reset them.
 
+        A plain ensemble has only a temperature, which the rule `mola.rules.Temperature` chooses; it is the ensemble's default.
+
         Args:
             val_loader: validation data, which are read once; not needed for `mola.rules.Evidence`.
             rule: the name of a rule, or an object from `mola.rules`; by default, the likelihood's default rule.
@@ -522,9 +524,13 @@ class LaplaceMixture(Predictor):
         Returns:
             A new posterior, whose `tuning` attribute records the chosen settings.
         """
-        for component in self.components:
-            component.require_layer("tuning")
+        is_plain = self.structure is None
+        if rule is None and is_plain and self.likelihood.classification:
+            rule = "temperature"
         chosen_rule = as_rule(rule, self.likelihood, val_loader)
+        if chosen_rule.needs_covariance:
+            for component in self.components:
+                component.require_layer("tuning")
         # Without validation data, a stale reference is replaced by an estimate from the training data.
         reference = None if self.stale else self.validation_reference
         start = self.with_parts(settings=Settings(self.settings.prior_precision), reference=reference, stale=False)
@@ -552,7 +558,9 @@ class LaplaceMixture(Predictor):
         # Warn, and return a note, if the first network is much worse on the training data than on the held-out data, or if these are
         # the training data: as many, with the same log-likelihood.
         component = self.components[0]
-        sums = component.require_layer("tuning").sums.weighted()
+        if component.layer is None:
+            return ()
+        sums = component.layer.sums.weighted()
         known = component.likelihood.total_log_likelihood(sums)
         if data.labels is None or not known:
             return ()
@@ -590,10 +598,8 @@ class LaplaceMixture(Predictor):
         key: Any = None
         spreads: Sequence[Spread | None] = ()
         for settings in candidates:
-            if (
-                settings.prior_precision,
-                settings.noise_factors,
-            ) != key:  # many temperatures are tried at each prior precision
+            if (settings.prior_precision, settings.noise_factors) != key:
+                # Many temperatures are tried at each prior precision.
                 key = (settings.prior_precision, settings.noise_factors)
                 # A covariance that vanishes is left out, because computing it would take most of the time.
                 vanishes = not settings.has_covariance and not self.link.needs_covariance

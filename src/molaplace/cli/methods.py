@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from molaplace.calibration.noise import scale_noise
-from molaplace.calibration.temperature import with_best_temperature
 from molaplace.cli.data.dataset import Loader
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
@@ -32,6 +31,7 @@ from molaplace.likelihoods.base import pooled
 from molaplace.network import Captured
 from molaplace.posterior import MoLA
 from molaplace.prediction import RegressionPrediction
+from molaplace.rules import Temperature
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.settings import Settings
 
@@ -82,8 +82,6 @@ def _plain_methods(posterior: MoLA, held_out: HeldOut | None) -> tuple[dict[str,
     unscaled = {name: networks_alone(posterior, size) for name, size in members.items()}
     if held_out is None:
         return unscaled, []
-    if posterior.likelihood.classification:
-        held_out.check_labels()
     methods: dict[str, MoLA] = {}
     notes: list[str] = []
     for name, method in unscaled.items():
@@ -93,11 +91,11 @@ def _plain_methods(posterior: MoLA, held_out: HeldOut | None) -> tuple[dict[str,
             methods[name + NOISE] = scale_noise(method, data)
             continue
         with collect_warnings() as warnings:
-            methods[name + TEMPERATURE] = with_best_temperature(method, data)
+            methods[name + TEMPERATURE] = method.tune(data, rule=Temperature())
         notes += [f"{name}{TEMPERATURE}: {warning}" for warning in warnings]
         if name == ENSEMBLE:
             with collect_warnings():  # drop these notes, because the ensemble gives the same ones
-                methods[name + LOGITS] = with_best_temperature(method, data, "logits")
+                methods[name + LOGITS] = method.tune(data, rule=Temperature("logits"))
     return methods, notes
 
 

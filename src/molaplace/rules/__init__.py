@@ -10,9 +10,21 @@ from molaplace.rules.outliers import Outliers
 from molaplace.rules.rule import RULES as RULES
 from molaplace.rules.rule import Rule, Tuning, rule_of
 from molaplace.rules.score import Score
+from molaplace.rules.temperature import Temperature
 from molaplace.rules.threshold import Threshold
 
-__all__ = ["Calibrated", "Distance", "Evidence", "Objective", "Outliers", "Rule", "Score", "Threshold", "Tuning"]
+__all__ = [
+    "Calibrated",
+    "Distance",
+    "Evidence",
+    "Objective",
+    "Outliers",
+    "Rule",
+    "Score",
+    "Temperature",
+    "Threshold",
+    "Tuning",
+]
 
 RULES |= {
     "threshold": Threshold(),
@@ -23,6 +35,7 @@ RULES |= {
     "evidence": Evidence(),
     "distance": Distance(),
     "calibrated": Calibrated(),
+    "temperature": Temperature(),
 }
 
 

@@ -73,6 +73,8 @@ class Rule(ABC):
     """True if the rule uses validation data."""
     needs_labels = True
     """True if the validation data must have labels."""
+    needs_covariance = True
+    """True if the rule tunes a Laplace approximation; False if it also tunes plain ensembles."""
     fixes_weights = False
     """True if evidence-based weights keep their values from before tuning, even though the rule changes the prior precision."""
 
