@@ -73,8 +73,8 @@ class MoLA(LaplaceMixture):
     def make_prediction(self, captured: Captured, seed: int | None = None) -> Any:
         """Predict from captured features and outputs.
 
-        They are kept, because in classification only the probabilities are computed at once. All other fields are computed
-        together when the first of them is read.
+        They are kept, because in classification only the probabilities are computed at once; other fields are computed when they
+        are read.
         """
         layout = captured.layout
         shared: dict[str, Any] = {
@@ -88,37 +88,35 @@ class MoLA(LaplaceMixture):
             return RegressionPrediction(fields, weights=self.weights, **shared)
         classes = captured.outputs[0].shape[-1]
         row_size = classes * num_draws(classes)  # for the epistemic share
-        details = partial(self.by_rows, captured, lambda rows: self._details(rows, seed), row_size)
         fields = self.by_rows(
             captured, lambda rows: {"probs": self.distribution_of(self.project(rows), seed=seed).point()}
         )
-        return Prediction(fields, details=details, **shared)
-
-    def _details(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
-        # Return every field of a classification except the probabilities. What several fields need is computed once.
-        projected = self.project(rows, distances=self.has_distances)
-        means = torch.stack(list(rows.outputs))
-        weights = self.weights.to(means)
-        logs = projected.logs
-        members = self.members(projected)
-        distribution, information, _ = self._entropies(members, seed)
-        fields = {"mutual_information": information, "logit_mean": means}
-        variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in members.spreads]
-        fields["logit_variance"] = torch.stack(variances)
+        pending = {
+            ("logit_mean", "logit_variance"): partial(self.by_rows, captured, self._logit_fields),
+            ("ood_score", "distance", "far_field"): partial(self.by_rows, captured, self._outlier_fields),
+            ("mutual_information",): partial(
+                self.by_rows, captured, lambda rows: self._information_fields(rows, seed), row_size
+            ),
+        }
         if self.settings.uses_distance:
-            # The entropy that distance adds is epistemic, because nearby data would remove it.
-            near = replace(self.settings, distance_exponent=0.0).divisors(means)
-            fields["aleatoric"] = self._entropies(replace(members, divisors=near), seed)[2]
-        if logs is not None and self.reference is not None:
-            fields["distance"] = self.reference.log_distance(logs[0], weights).exp()
-        if self.ood_score_name == MAX_PROBABILITY:
-            return fields | {"ood_score": distribution.outlier_score()}
-        fields["far_field"] = self._far_field(rows)
-        if self.ood_score_name == FAR_FIELD or logs is None or self.reference is None:
-            return fields | {"ood_score": fields["far_field"]}
-        reference = self.reference.score_at(self.weights)
-        assert reference is not None  # `ood_score_name` is COMBINED only if there are reference scores
-        return fields | {"ood_score": outlier_score(list(self._outlier_terms(rows, logs)[:3]), reference)}
+            pending["aleatoric",] = partial(
+                self.by_rows, captured, lambda rows: self._aleatoric_fields(rows, seed), row_size
+            )
+        return Prediction(fields, pending=pending, **shared)
+
+    def _logit_fields(self, rows: Rows) -> dict[str, Tensor]:
+        means = torch.stack(list(rows.outputs))
+        spreads = self.spreads(self.project(rows, distances=False))
+        variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in spreads]
+        return {"logit_mean": means, "logit_variance": torch.stack(variances)}
+
+    def _information_fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
+        return {"mutual_information": self._entropies(self.members(self.project(rows)), seed)[1]}
+
+    def _aleatoric_fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
+        # The entropy that distance adds is epistemic, because nearby data would remove it.
+        near = replace(self.settings, distance_exponent=0.0)
+        return {"aleatoric": self._entropies(self.members(self.project(rows, distances=False), near), seed)[2]}
 
     def _entropies(self, members: Members, seed: int | None) -> tuple[ClassificationPredictive, Tensor, Tensor]:
         # Return the predictive distribution, the mutual information between the label and the weights, and the rest of the entropy.
@@ -127,6 +125,21 @@ class MoLA(LaplaceMixture):
         total = distribution.entropy()
         information = total * likelihood.epistemic_share(members, seed or 0)
         return distribution, information, total - information
+
+    def _outlier_fields(self, rows: Rows) -> dict[str, Tensor]:
+        fields = {}
+        logs = self.distances_and_norms(rows) if self.has_distances else None
+        if logs is not None and self.reference is not None:
+            fields["distance"] = self.reference.log_distance(logs[0], self.weights.to(logs[0])).exp()
+        if self.ood_score_name == MAX_PROBABILITY:
+            distribution: Any = self.distribution_of(self.project(rows))
+            return fields | {"ood_score": distribution.outlier_score()}
+        fields["far_field"] = self._far_field(rows)
+        if self.ood_score_name == FAR_FIELD or logs is None or self.reference is None:
+            return fields | {"ood_score": fields["far_field"]}
+        reference = self.reference.score_at(self.weights)
+        assert reference is not None  # `ood_score_name` is COMBINED only if there are reference scores
+        return fields | {"ood_score": outlier_score(list(self._outlier_terms(rows, logs)[:3]), reference)}
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
         projected = self.project(rows, distances=self.has_distances)

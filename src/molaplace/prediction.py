@@ -1,12 +1,13 @@
 """Predictions and their uncertainty, for each input or for each position of dense outputs.
 
-Costly fields are computed on first read and then cached. The values do not depend on the order in which fields are read.
+Costly fields are computed when they are read for the first time. The values do not depend on the order in which fields are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -30,8 +31,8 @@ from molaplace.options import check_share, counted
 Field: TypeAlias = "Tensor | None"
 """A field of a prediction, or None if it is unavailable."""
 
-Details: TypeAlias = "Callable[[], Mapping[str, Tensor]]"
-"""A function that computes the costly fields of a prediction."""
+Pending: TypeAlias = "Mapping[tuple[str, ...], Callable[[], Mapping[str, Tensor]]]"
+"""Functions that compute costly fields of a prediction when one of them is read, keyed by the names of these fields."""
 
 
 class _Fields:
@@ -47,43 +48,48 @@ class _Fields:
     fingerprint: str | None
     """Digest of the predictor and its settings, or None if unknown."""
     _fields: dict[str, Tensor]
-    _details: Details | None
-    """Function that computes all fields that are not in `_fields`, or None if there are no others."""
+    _pending: Pending
+    """Functions that compute the fields that are not in `_fields`."""
 
-    def __init__(self, fields: Mapping[str, Field], details: Details | None = None, **shared: Any) -> None:
+    def __init__(self, fields: Mapping[str, Field], pending: Pending | None = None, **shared: Any) -> None:
         known = {name: value for name, value in fields.items() if name in self.axes and value is not None}
-        vars(self).update(shared, _fields=known, _details=details)
+        vars(self).update(shared, _fields=known, _pending=dict(pending or {}))
 
     def _read(self, name: str) -> Any:
-        return self._fields[name] if name in self._fields else self.computed()._fields.get(name)
+        for names in self._pending:
+            if name in names:
+                self._compute(names)
+                break
+        return self._fields.get(name)
+
+    def _compute(self, names: tuple[str, ...]) -> None:
+        # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
+        # inference mode is on.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+            computed = self._pending[names]()
+        self._fields = self._fields | dict(computed)
+        self._pending = {others: function for others, function in self._pending.items() if others != names}
 
     def computed(self) -> Self:
         """Compute every field now and return the prediction."""
-        details = self._details
-        if details is not None:
-            # inference_mode(False) also turns gradients on, and tracing would record this change. It is therefore used only if
-            # inference mode is on.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-                self._fields |= details()
-            self._details = None
+        for names in tuple(self._pending):
+            self._compute(names)
         return self
 
     def _shared(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_fields", "_details")}
+        return {name: value for name, value in vars(self).items() if name not in ("_fields", "_pending")}
 
     @classmethod
     def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor], int], Tensor]) -> Self:
         # Return a prediction whose fields are `combine(values of all parts, axis of the inputs)`, computed when the parts' fields are.
         def combined(names: Iterable[str]) -> dict[str, Tensor]:
-            return {name: combine([part._fields[name] for part in parts], cls.axes[name]) for name in names}
+            values = {name: [part._read(name) for part in parts] for name in names}
+            return {name: combine(column, cls.axes[name]) for name, column in values.items() if column[0] is not None}
 
-        def details() -> dict[str, Tensor]:
-            computed = [part.computed() for part in parts]
-            return combined(name for name in computed[0]._fields if name not in known)
-
-        known = [name for name in parts[0]._fields if all(name in part._fields for part in parts)]
-        prediction = cls(combined(known), **parts[0]._shared())
-        prediction._details = details if any(part._details is not None for part in parts) else None
+        groups = {names for part in parts for names in part._pending}
+        lazy = {name for names in groups for name in names}
+        prediction = cls(combined(name for name in parts[0]._fields if name not in lazy), **parts[0]._shared())
+        prediction._pending = {names: partial(combined, names) for names in sorted(groups)}
         return prediction
 
     def with_invalid(self, invalid: Tensor) -> Self:
@@ -230,14 +236,14 @@ class Prediction(_Fields):
         self,
         fields: Mapping[str, Field],
         *,
-        details: Details | None = None,
+        pending: Pending | None = None,
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
         fingerprint: str | None = None,
     ) -> None:
         shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "fingerprint": fingerprint}
-        super().__init__(fields, details, **shared)
+        super().__init__(fields, pending, **shared)
 
     @property
     def probs(self) -> Tensor:

@@ -11,7 +11,6 @@ import molaplace as mola
 from molaplace.errors import OptionError
 from molaplace.rules import Tuning
 from molaplace.settings import Settings
-from molaplace.structures.distance import ClassDistance
 from tests.library.problems import data
 
 SETTINGS = Settings((0.5, 2.0), temperature=0.7, pooling=0.25, distance_exponent=1.5, onset=1.2)
@@ -121,18 +120,3 @@ def test_a_rule_chooses_one_candidate(rule):
     with pytest.raises(OptionError) as caught:
         fitted().tune([data()], rule=rule, progress=False)
     assert caught.value.argument == "rule"
-
-
-def test_a_prediction_computes_variances_and_distances_once(monkeypatch):
-    """Once for the probabilities, and once for all other fields together."""
-    posterior = fitted().with_distance_exponent(1.0)
-    calls = []
-
-    def counted(kind, name):
-        original = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *args, **options: calls.append(name) or original(*args, **options))
-
-    counted(type(posterior.components[0].layer.curvature), "variance")
-    counted(ClassDistance, "logs")
-    posterior.predict(data()[0]).numpy()
-    assert calls.count("variance") == calls.count("logs") == 4
