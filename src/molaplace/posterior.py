@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,8 @@ class MoLA(LaplaceMixture):
             return fields | {"ood_score": fields["far_field"]}
         reference = self.reference.score_at(self.weights)
         assert reference is not None  # `ood_score_name` is COMBINED only if there are reference scores
-        return fields | {"ood_score": outlier_score(list(self._outlier_terms(rows, logs)[:3]), reference)}
+        terms = self._outlier_terms(rows.outputs, fields["far_field"], logs)
+        return fields | {"ood_score": outlier_score(list(terms[:3]), reference)}
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
         projected = self.project(rows, distances=self.has_distances)
@@ -183,15 +184,16 @@ class MoLA(LaplaceMixture):
         means = torch.stack(list(rows.outputs))
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
-    def _outlier_terms(self, rows: Rows, logs: tuple[Tensor, Tensor]) -> Tensor:
+    def _outlier_terms(self, outputs: Sequence[Tensor], far_field: Tensor, logs: tuple[Tensor, Tensor]) -> Tensor:
         # Return the far-field score, the mean energy, the log departure and each network's energy as a tensor (3 + K, n).
         assert self.reference is not None  # mixtures with distances have a reference
-        means = torch.stack(list(rows.outputs))
-        weights = self.weights.to(means)
         likelihood: Any = self.likelihood
-        by_network = likelihood.energy(means * (-2 * self.reference.log_excess(logs[1])).exp()[..., None])
+        factors = (-2 * self.reference.log_excess(logs[1])).exp()[..., None]
+        energies = [likelihood.energy(logits * factor) for logits, factor in zip(outputs, factors, strict=True)]
+        by_network = torch.stack(energies)
+        weights = self.weights.to(by_network)
         departure = self.reference.log_departure(*logs, weights)
-        return torch.cat([torch.stack([self._far_field(rows), weights @ by_network, departure]), by_network])
+        return torch.cat([torch.stack([far_field, weights @ by_network, departure]), by_network])
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
@@ -199,15 +201,15 @@ class MoLA(LaplaceMixture):
         """Return the typical distances, norms and outlier scores of the validation data, or None without distances."""
         if not self.has_distances:
             return None
-        logs = data.gather_from_chunks(lambda rows: torch.cat(self.distances_and_norms(rows)).T)
-        reference = feature_scales(logs.T, self.distances)
+        logs = [self.distances_and_norms(rows) for rows in data.chunks()]
+        distances, norms = (torch.cat(columns, 1) for columns in zip(*logs, strict=True))
+        reference = feature_scales(data.team.gather(torch.cat([distances, norms]).T).T, self.distances)
         if not self.likelihood.classification:
             return reference
+        far_field = torch.cat([self._far_field(rows) for rows in data.chunks()])
         posterior = self.with_parts(reference=reference)
-        terms = data.gather_from_chunks(
-            lambda rows: posterior._outlier_terms(rows, posterior.distances_and_norms(rows)).T
-        )
-        return with_scores(reference, terms)
+        terms = posterior._outlier_terms(data.outputs, far_field, (distances, norms))
+        return with_scores(reference, data.team.gather(terms.T))
 
     # --- new data ---------------------------------------------------------------------------------------------------
 
