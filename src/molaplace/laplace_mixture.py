@@ -548,7 +548,7 @@ class LaplaceMixture(Predictor):
                 if held_out_reference is not None:
                     notes += data.notes_on_norms(held_out_reference, self.distances)
                     start = start.with_parts(reference=held_out_reference)
-            tuning = check_tuning(chosen_rule(Objective([(start, data)])), len(self.components))
+            tuning = check_tuning(chosen_rule(Objective([(start, data)], team)), len(self.components))
             tuning = replace(tuning, notes=(*tuning.notes, *notes))
             if team is not None:
                 tuning = team.share(tuning)
@@ -564,7 +564,7 @@ class LaplaceMixture(Predictor):
         known = component.likelihood.total_log_likelihood(sums)
         if data.labels is None or not known:
             return ()
-        values = data.team.gather(component.likelihood.log_likelihood(data.outputs[0], data.labels))
+        values = component.likelihood.log_likelihood(data.outputs[0], data.labels)
         losses = -known / sums.count, -float(values.mean())
         error = float(values.std(correction=0)) / math.sqrt(max(1.0, data.independent_share * len(values)))
         if component.likelihood.classification and losses[0] > max(
@@ -627,7 +627,7 @@ class LaplaceMixture(Predictor):
 
             def evaluate(weights: Tensor) -> tuple[Tensor, float]:
                 posterior = self.with_weights(weights)
-                logs = data.gather_from_chunks(posterior._member_log_likelihoods)
+                logs = data.by_rows(posterior._member_log_likelihoods)
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()

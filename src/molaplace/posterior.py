@@ -203,13 +203,13 @@ class MoLA(LaplaceMixture):
             return None
         logs = [self.distances_and_norms(rows) for rows in data.chunks()]
         distances, norms = (torch.cat(columns, 1) for columns in zip(*logs, strict=True))
-        reference = feature_scales(data.team.gather(torch.cat([distances, norms]).T).T, self.distances)
+        reference = feature_scales(torch.cat([distances, norms]), self.distances)
         if not self.likelihood.classification:
             return reference
         far_field = torch.cat([self._far_field(rows) for rows in data.chunks()])
         posterior = self.with_parts(reference=reference)
         terms = posterior._outlier_terms(data.outputs, far_field, (distances, norms))
-        return with_scores(reference, data.team.gather(terms.T))
+        return with_scores(reference, terms.T)
 
     # --- new data ---------------------------------------------------------------------------------------------------
 

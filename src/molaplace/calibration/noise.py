@@ -52,9 +52,9 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any] | HeldOut) -> MoLA:
         if isinstance(start, Gaussian)
     ]
     prediction = _with(ensemble, starts).make_prediction(data)
-    moments = torch.stack([prediction.component_mean, prediction.component_noise]).movedim(2, 0)
-    means, noises = data.team.gather(moments).movedim(0, 2)
-    targets = data.team.gather(data.labels)
+    means, noises = prediction.component_mean, prediction.component_noise
+    targets = data.labels
+    assert targets is not None  # `read` requires them
     if bool((means == targets).all(1).any()):
         raise DataError(
             "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "

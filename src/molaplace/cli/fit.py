@@ -174,7 +174,6 @@ def _tune(posterior: MoLA, job: Job, outliers: Loader | None, held_out: HeldOut 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Return metrics of the posterior, and the values that decisions need for each example.
-    team = held_out.team
     likelihood = posterior.likelihood
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
@@ -187,11 +186,11 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
         prediction = posterior.make_prediction(rows)
         predictions.add(prediction, chunk.labels)
         chunks.append(decision_columns(prediction, chunk.labels, guarantees=guarantees))
-    columns = {name: team.gather(torch.cat([chunk[name] for chunk in chunks])) for name in chunks[0]}
+    columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     count = len(columns[SCORE])
     columns = thinned(columns)
     threshold, rate = default_alarm(columns[SCORE])
-    metrics = {name: measurement.value for name, measurement in measured(predictions.gather(team)).items()}
+    metrics = {name: measurement.value for name, measurement in measured(predictions).items()}
     return {"count": count, "outlier_threshold": threshold, "false_alarm_rate": rate, "metrics": metrics}, columns
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,12 +62,10 @@ class HeldOut(Captured):
     """Ratio of the number of independent data points to the number of rows. The ratio is below 1 for dense outputs, because the
     positions of one input are correlated."""
     where: str = "validation loader"
-    team: Team = field(default_factory=Team.single)
-    """Processes among which the data are divided. Results are computed from the data of all processes."""
 
-    def gather_from_chunks(self, compute: Callable[[Rows], Tensor]) -> Tensor:
-        """Return the results (n, ...) of a function of rows for the data of all processes."""
-        return self.team.gather(torch.cat([compute(rows) for rows in self.chunks()]))
+    def by_rows(self, compute: Callable[[Rows], Tensor]) -> Tensor:
+        """Return the results (n, ...) of a function of rows, which is applied to chunks."""
+        return torch.cat([compute(rows) for rows in self.chunks()])
 
     def check_networks(self, networks: Sequence[nn.Module], likelihood: Likelihood) -> None:
         """Raise `DataError` unless the data were read with these networks and for a likelihood with the same name."""
@@ -89,29 +87,29 @@ class HeldOut(Captured):
         if self.labels is None:
             return
         if isinstance(likelihood, ClassificationLikelihood):
-            targets = self.team.gather(likelihood.targets(self.labels))
-            predicted = [self.team.gather(likelihood.predicted(outputs)) for outputs in self.outputs]
+            targets = likelihood.targets(self.labels)
+            predicted = [likelihood.predicted(outputs) for outputs in self.outputs]
             if likelihood.mutually_exclusive:
                 check_class_order(targets, predicted, self.where)
             chance = 1 / likelihood.num_choices(self.outputs[0].shape[1])
             check_accuracy(targets, predicted, chance, self.independent_share, self.where)
         elif isinstance(likelihood, Gaussian):
-            means = [self.team.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
-            check_units(torch.stack(means).mean(0), self.team.gather(self.labels), self.where)
+            means = [likelihood.in_units(likelihood.means(outputs)) for outputs in self.outputs]
+            check_units(torch.stack(means).mean(0), self.labels, self.where)
 
     def score_groups(self) -> Tensor:
-        """Return the index (m,), over all processes, of the row to which each score belongs.
+        """Return the index (m,) of the row to which each score belongs.
 
         Multi-label data have a score for each known label of a row, and dense data have a row for each position of an input.
         """
         rows = torch.arange(len(self), device="cpu")
         if self.labels is not None:
             rows = self.likelihood.rows_of_scores(self.labels)
-        groups: Tensor = torch.unique(self.team.gather(self.team.unique(rows)), return_inverse=True)[1]
+        groups: Tensor = torch.unique(rows, return_inverse=True)[1]
         return groups
 
     def num_independent(self) -> float:
-        """Return the number of independent data of all processes: the number of inputs, however many positions or labels they have."""
+        """Return the number of independent data: the number of inputs, however many positions or labels they have."""
         return self.independent_share * (int(self.score_groups().max()) + 1)
 
     def accuracy(self) -> tuple[float, float]:
@@ -125,8 +123,8 @@ class HeldOut(Captured):
         correct = [(likelihood.predicted(outputs) == targets) & known for outputs in self.outputs]
         # Sum over the labels of each input first, because they are not independent.
         width = math.prod(targets.shape[1:])
-        num_correct = self.team.gather(torch.stack(correct).double().mean(0).view(len(self), width).sum(1))
-        num_known = self.team.gather(known.double().view(len(self), width).sum(1))
+        num_correct = torch.stack(correct).double().mean(0).view(len(self), width).sum(1)
+        num_known = known.double().view(len(self), width).sum(1)
         total = float(num_known.sum())
         accuracy = float(num_correct.sum()) / total
         spread = float((num_correct - accuracy * num_known).square().sum()) / self.independent_share
@@ -195,7 +193,7 @@ def read_held_out(
     progress: bool = False,
     team: Team | None = None,
 ) -> HeldOut:
-    """Run every network once on each batch of a loader, and keep the features, outputs and labels.
+    """Run every network once on each batch of a loader, and keep the features, outputs and labels of all processes.
 
     Heads are None if only outputs are needed. Labels are required if `labelled` is True, ignored if it is False, and otherwise read if
     present. `where` names the loader in messages.
@@ -225,15 +223,12 @@ def read_held_out(
             labels = [] if captured.labels is None else [captured.labels]
             parts.append([*captured.features, *captured.outputs, *labels])
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    # A rank without data stores tensors with no rows but otherwise the same shapes as on other ranks.
-    forms = [(column.dtype, column.shape[1:]) for column in columns]
-    forms = next((others for others in team.collect(forms) if others), [])
-    if not forms:
+    ranks = [(inputs, rank_columns) for inputs, rank_columns in team.collect((num_inputs, columns)) if rank_columns]
+    if not ranks:
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")
-    columns = columns or [torch.zeros((0, *shape), dtype=dtype, device="cpu") for dtype, shape in forms]
+    columns = [torch.cat(column) for column in zip(*(rank_columns for _, rank_columns in ranks), strict=True)]
     count = len(networks)
     outputs = columns[count : 2 * count]
-    counts = team.sum([torch.tensor([num_inputs, len(outputs[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
         networks=networks,
         heads=heads,
@@ -242,7 +237,6 @@ def read_held_out(
         layout=Layout.of(outputs[0], -1),
         labels=columns[2 * count] if len(columns) > 2 * count else None,
         likelihood=likelihood,
-        independent_share=float(counts[0] / counts[1]),
+        independent_share=sum(inputs for inputs, _ in ranks) / len(outputs[0]),
         where=where,
-        team=team,
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from molaplace.distributed import Team
 from molaplace.likelihoods import ClassificationPredictive, Likelihood, Predictive
 from molaplace.links import Link
 from molaplace.metrics import bin_sums, calibration_gaps
@@ -110,10 +111,12 @@ class Objective:
 
     Args:
         parts: each mixture with its held-out data, or None for a rule that uses only the training data.
+        team: processes that share the reading of further data, such as outliers.
     """
 
-    def __init__(self, parts: Sequence[tuple[TunableMixture, HeldOut | None]]) -> None:
+    def __init__(self, parts: Sequence[tuple[TunableMixture, HeldOut | None]], team: Team | None = None) -> None:
         self.parts = parts
+        self.team: Team | None = team
         first = parts[0][0]
         self.mixture: TunableMixture = first
         """The first mixture, from which the others differ only in their training data."""
@@ -132,9 +135,9 @@ class Objective:
         return len(self.mixture.distances) > 0
 
     def relative_log_distances(self) -> Tensor:
-        """Return the log distances (n,) of the validation data of all processes, relative to their median."""
+        """Return the log distances (n,) of the validation data, relative to their median."""
         pairs = [(mixture, data) for mixture, data in self.parts if data is not None]
-        return torch.cat([data.gather_from_chunks(mixture.log_distance) for mixture, data in pairs])
+        return torch.cat([data.by_rows(mixture.log_distance) for mixture, data in pairs])
 
     def log_evidence(self, settings: Settings) -> Tensor:
         """Return the log marginal likelihood (K,) of the training labels under each network."""
@@ -142,8 +145,7 @@ class Objective:
 
     def read(self, loader: Iterable[Any], where: str) -> list[HeldOut]:
         """Run the networks of every mixture over another loader, whose labels are ignored."""
-        team = None if self.data is None else self.data.team
-        return [mixture.read(loader, where, labelled=False, team=team) for mixture, _ in self.parts]
+        return [mixture.read(loader, where, labelled=False, team=self.team) for mixture, _ in self.parts]
 
     def scores(
         self,
@@ -153,7 +155,7 @@ class Objective:
     ) -> dict[str, Tensor]:
         """Return the scores (L, m) of L candidates, one per datum or, for multi-label data, per known label.
 
-        The scores cover the data of all mixtures and all processes.
+        The scores cover the data of all mixtures.
 
         Args:
             candidates: the settings to compare.
@@ -175,8 +177,7 @@ class Objective:
                 scores = mixture.scores_at(candidates, rows, score)
                 tables.append({name: torch.stack([column[name] for column in scores], 1) for name in scores[0]})
             for name in tables[0]:
-                values = held_out.team.gather(torch.cat([table[name] for table in tables]))
-                columns.setdefault(name, []).append(values.T)
+                columns.setdefault(name, []).append(torch.cat([table[name] for table in tables]).T)
         return {name: torch.cat(parts, 1) for name, parts in columns.items()}
 
     def _chunks(self, index: int, *, distances: bool) -> Iterable[Any]:

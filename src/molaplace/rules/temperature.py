@@ -57,7 +57,7 @@ class Temperature(Rule):
     def __call__(self, objective: Objective) -> Tuning:
         """Choose the temperature."""
         settings = replace(objective.settings, pooling=0.0 if self.mean == "logits" else 1.0)
-        outputs = torch.stack([objective.data.team.gather(values) for values in objective.data.outputs])
+        outputs = torch.stack(list(objective.data.outputs))
         if outputs.shape[-1] == 1:  # a binary logit is compared with 0
             outputs = torch.cat([torch.zeros_like(outputs), outputs], -1)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from molaplace.component import Component, LastLayer
+from molaplace.distributed import Team
 from molaplace.errors import DataError
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import ClassificationLikelihood, Likelihood
@@ -153,6 +154,8 @@ class WholeMoLA(LaplaceMixture):
                 yield raw
 
         data = super().read(remembered(), where, labelled=labelled, **options)
+        team = options.get("team") or Team.single()
+        batches = [batch for rank_batches in team.collect(batches) for batch in rank_batches]
         count = sum(size for _, size in batches)
         if count != len(data):
             raise DataError(
