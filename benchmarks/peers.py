@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import molaplace as mola
+from molaplace.component import Component
 
 TOLERANCE = 1e-8
 """Relative tolerance. At a prior precision of 1e-3, condition numbers of 1e6 leave about 10 correct digits in float64."""
@@ -169,8 +170,8 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
     """
     if regression:
         free = [
-            component.with_likelihood(replace(component.likelihood, estimated=True))
-            for component in posterior.components
+            Component(network, component.head, component.layer, replace(component.likelihood, estimated=True))
+            for network, component in zip(posterior.networks, posterior.components, strict=True)
         ]
         posterior = posterior.with_parts(components=free)
     best = posterior.tune(rule="evidence", progress=False)
