@@ -136,8 +136,8 @@ def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
     prediction = posterior.predict(data.features)
     alone = torch.softmax(prediction.logit_mean.double(), -1)
     return {
-        "MAP": Outputs(alone[0], data.labels),
-        "DE": Outputs(alone.mean(0), data.labels),
+        "MAP": Outputs(alone[:, 0], data.labels),
+        "DE": Outputs(alone.mean(1), data.labels),
         "MoLA": Outputs(prediction.probs.double(), data.labels, prediction.ood_score.double()),
     }
 

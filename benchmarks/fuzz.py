@@ -236,7 +236,7 @@ def call_predict(problem: Problem) -> bool:
     prediction = posterior.predict(x)
     rows = problem.features(x)
     decided = check_probs(problem, prediction.probs, reference)
-    variance = prediction.logit_variance
+    variance = prediction.logit_variance.transpose(0, 1)
     score = prediction.ood_score
     compare(problem, "logit_variance", variance, lambda mixture: mixture.variance(*rows), reference, relative=True)
     # The score is undefined if all training features are 0.

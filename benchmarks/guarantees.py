@@ -135,6 +135,7 @@ def covered_targets(count: int, coverage: float, options: dict[str, Any], genera
     total = count + NEW
     means = torch.randn(2, total, 2, generator=generator, dtype=torch.float64)
     variances = torch.randn(2, total, 2, generator=generator, dtype=torch.float64).exp()
+    means, variances = means.transpose(0, 1), variances.transpose(0, 1)
     fields = {"component_mean": means, "component_variance": variances, "component_noise": variances}
     fields["ood_score"] = torch.zeros(total)
     weights = torch.tensor([0.3, 0.7], dtype=torch.float64)

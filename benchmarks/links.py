@@ -120,7 +120,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
     posterior = mola.fit(nets, [data(60, 1)], weights=WEIGHTS, progress=False, **options)
     x, y = data(INPUTS, 2)
     prediction = posterior.predict(2 * x)
-    noises = prediction.component_noise.sqrt()
+    noises = prediction.component_noise.sqrt().transpose(0, 1)
     quantiles = [prediction.quantile(level) for level in LEVELS]
     generator = torch.Generator().manual_seed(11)
     names = ("mean", "variance", "within", "between", "aleatoric", "cdf", "density", "distance", "spread")
@@ -128,7 +128,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
     below = [Average() for _ in LEVELS]
     for outputs, component in drawn(posterior, 2 * x, samples):
         noise = noises[component]
-        centre = prediction.component_mean[component]
+        centre = prediction.component_mean.transpose(0, 1)[component]
         shaken = noise * torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
         draws = outputs + shaken
         half = len(outputs) // 2
@@ -172,11 +172,11 @@ def labels(structure: str, samples: int) -> Iterator[Found]:
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
 
     def mixed(values: Tensor) -> Tensor:
-        return torch.einsum("k,knd->nd", weights, values)
+        return torch.einsum("k,nkd->nd", weights, values)
 
     yes, uncertain = (mixed(logits) for logits in expected_sigmoid(prediction.logit_mean, prediction.logit_variance))
     mean = mixed(prediction.logit_mean)
-    variance = mixed(prediction.logit_variance + (prediction.logit_mean - mean).square())
+    variance = mixed(prediction.logit_variance + (prediction.logit_mean - mean[:, None]).square())
     probability = Average()
     entropy = Average()
     logits = Average()

@@ -139,7 +139,7 @@ def quantities(
     yield "log marginal likelihood", posterior.log_evidence()[0], peer.log_marginal_likelihood()
     prediction = posterior.predict(inputs)
     if not regression:
-        yield "logit mean", prediction.logit_mean[0], mean
+        yield "logit mean", prediction.logit_mean[:, 0], mean
         links = mola.links
         for link, link_of_peer in (
             (links.Probit(), "probit"),

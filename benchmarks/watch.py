@@ -200,7 +200,7 @@ def predicted(posterior: mola.MoLA, scaled: Any, batches: Any, labels: Any) -> C
     parts: list[tuple[Array, ...]] = []
     for features in batches:
         prediction = posterior.predict(features)
-        chosen = prediction.logit_mean.argmax(-1)
+        chosen = prediction.logit_mean.argmax(-1).T
         same = (chosen[:, None] == chosen).double().sum((0, 1)) - len(chosen)
         agreement = same / (len(chosen) * (len(chosen) - 1))
         assert prediction.distance is not None
@@ -573,7 +573,7 @@ def from_clinc(data: Path) -> dict[str, Columns]:
     sets = {"validation": others["held out"], "test": test, "out of scope": others["out of scope"]}
     validation = sets["validation"]
     assert validation.labels is not None
-    temperature = fit_temperature(posterior.predict(validation.features).logit_mean, validation.labels)
+    temperature = fit_temperature(posterior.predict(validation.features).logit_mean.transpose(0, 1), validation.labels)
     scaled = mola.ensemble([network.scaled(temperature) for network in posterior.networks])
     return {name: predicted(posterior, scaled, iter([rows.features]), rows.labels) for name, rows in sets.items()}
 

@@ -221,7 +221,7 @@ class PosteriorModel(Model, FantasizeMixin):  # type: ignore[misc]
             return values.reshape(*shape, values.shape[-1])
 
         features = [in_batches(phi * factor) for phi, factor in zip(rows.phi, joint.latent.factors, strict=True)]
-        noises = [in_batches(noise) for noise in joint.noises]
+        noises = [in_batches(noise) for noise in joint.noises.unbind(1)]
         return features, [in_batches(mean) for mean in joint.latent.means], noises
 
     def posterior(

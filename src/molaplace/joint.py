@@ -61,20 +61,20 @@ class JointPrediction:
         return len(self.latent.means[0])
 
     def __repr__(self) -> str:
-        components, inputs, outputs = self.means.shape
+        inputs, components, outputs = self.means.shape
         return f"JointPrediction({components} components, {inputs} inputs, {outputs} outputs)"
 
     # --- components -------------------------------------------------------------------------------------------------
 
     @property
     def means(self) -> Tensor:
-        """Means (K, n, C) of the components."""
-        return torch.stack(list(self.latent.means))
+        """Means (n, K, C) of the components."""
+        return torch.stack(list(self.latent.means), 1)
 
     @property
     def variances(self) -> Tensor:
-        """Variances (K, n, C) of the components, without noise."""
-        return torch.stack([self._scaled_variance(index) for index in range(len(self.spreads))])
+        """Variances (n, K, C) of the components, without noise."""
+        return torch.stack([self._scaled_variance(index) for index in range(len(self.spreads))], 1)
 
     def _scaled_variance(self, index: int) -> Tensor:
         spread = self.spreads[index]
@@ -84,13 +84,13 @@ class JointPrediction:
 
     @property
     def noises(self) -> Tensor:
-        """Variances (K, n, D) of the noise in regression, which is independent between inputs."""
+        """Variances (n, K, D) of the noise in regression, which is independent between inputs."""
         if self.latent.noises is None:
             raise OptionError(
                 f"likelihood {self.likelihood.name!r} has no additive noise. Draw functions with posterior.joint(inputs).sample(n), "
                 f"and labels from the probabilities of each function."
             )
-        return torch.stack(list(self.latent.noises))
+        return torch.stack(list(self.latent.noises), 1)
 
     def output_covariances(self, output: int = 0) -> Tensor:
         """Return each component's covariances (K, n, n) of one output between the inputs, without noise."""
@@ -157,12 +157,12 @@ class JointPrediction:
         Returns:
             Covariances (n, n) of the output between the inputs or, for all outputs, (n, C, n, C).
         """
-        deviations = self.means - self.mean
+        deviations = self.means - self.mean[:, None]
         if output is None:
-            between = torch.einsum("k,knc,kmd->ncmd", self.weights, deviations, deviations)
+            between = torch.einsum("k,nkc,mkd->ncmd", self.weights, deviations, deviations)
             return torch.einsum("k,kncmd->ncmd", self.weights, self.covariances()) + between
         columns = deviations[..., output]
-        between = torch.einsum("k,kn,km->nm", self.weights, columns, columns)
+        between = torch.einsum("k,nk,mk->nm", self.weights, columns, columns)
         return torch.einsum("k,knm->nm", self.weights, self.output_covariances(output)) + between
 
     def sample(self, n: int, *, noise: bool = False, generator: torch.Generator | None = None) -> Tensor:
@@ -180,7 +180,7 @@ class JointPrediction:
         check_generator(generator)
         noises = self.noises if noise else None
         choice = torch.multinomial(self.weights.detach().cpu(), count, replacement=True, generator=generator)
-        values: list[Tensor] = [self.means[0]] * count
+        values: list[Tensor] = [self.latent.means[0]] * count
         for index, (mean, factor, spread) in enumerate(self._parts()):
             for draws in torch.split((choice == index).nonzero().flatten(), self._draws_at_once(spread)):
                 drawn = mean.expand(len(draws), -1, -1)
@@ -188,7 +188,7 @@ class JointPrediction:
                     deviations = spread.deviations(len(draws), generator).movedim(1, 0)
                     drawn = drawn + factor * self.latent.scale * deviations
                 if noises is not None:
-                    drawn = drawn + noises[index].sqrt() * standard_normals(drawn.shape, generator).to(drawn)
+                    drawn = drawn + noises[:, index].sqrt() * standard_normals(drawn.shape, generator).to(drawn)
                 for draw, value in zip(draws.tolist(), drawn, strict=True):
                     values[draw] = value
         return torch.stack(values)
@@ -211,9 +211,8 @@ class JointPrediction:
         )
         total = self.weights.log()
         for output in range(values.shape[1]):
-            covariances = self.output_covariances(output) + torch.diag_embed(noises[..., output])
-            normals: Any = torch.distributions.MultivariateNormal(
-                self.means[..., output], covariances, validate_args=False
-            )
+            covariances = self.output_covariances(output) + torch.diag_embed(noises[..., output].T)
+            means = self.means[..., output].T
+            normals: Any = torch.distributions.MultivariateNormal(means, covariances, validate_args=False)
             total = total + normals.log_prob(values[:, output])
         return torch.logsumexp(total, 0)

@@ -50,7 +50,6 @@ from molaplace.network import (
 )
 from molaplace.numerics import check_generator, seed_from
 from molaplace.options import counted, whole_number
-from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 from molaplace.rules import Rule, Tuning, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
@@ -60,9 +59,6 @@ from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures.base import Spread
 from molaplace.structures.distance import ClassDistance
 from molaplace.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
-
-AXES = {**Prediction.axes, **RegressionPrediction.axes, "component_bound": 1}
-"""For each result, the axis that indexes the rows; results with axis 1 have one entry for each component along axis 0."""
 
 STALE = "stale: the training data have changed since tuning, so tune again"
 """Line that marks a posterior whose settings were chosen for other training data."""
@@ -319,9 +315,7 @@ class LaplaceMixture(Predictor):
         restore = captured.layout.restore
         results = {}
         for name in tuple(chunks[0]):
-            axis = AXES.get(name, 0)
-            values = torch.cat([chunk.pop(name) for chunk in chunks], dim=axis)
-            results[name] = torch.stack([restore(part) for part in values]) if axis else restore(values)
+            results[name] = restore(torch.cat([chunk.pop(name) for chunk in chunks]))
         return results
 
     # --- joint predictions and functions ------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Mixture(Predictor):
         """Predict one batch; members that draw samples use `seed`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
             return self._predict_regression(inputs, seed)
-        members = torch.stack(self._member_outputs(inputs, seed))
+        members = torch.stack(self._member_outputs(inputs, seed), 1)
         return prediction_of(members, self.weights, self.likelihood, self.fingerprint)
 
     def _predict_regression(self, inputs: Inputs, seed: int | None) -> RegressionPrediction:
@@ -109,11 +109,11 @@ class Mixture(Predictor):
             parts = [member.predict_batch(inputs, seed) for member in distributions]
             return RegressionPrediction.mixed(parts, self.weights, self.fingerprint)
         # None of the members is a Predictor, so the mixture has no fingerprint.
-        return prediction_of(torch.stack(self._member_outputs(inputs, seed)), self.weights, self.likelihood)
+        return prediction_of(torch.stack(self._member_outputs(inputs, seed), 1), self.weights, self.likelihood)
 
 
 def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood, fingerprint: str | None = None) -> Any:
-    """Return the prediction of a mixture with weights (K,) whose members return only probabilities (K, n, C) or means (K, n, D)."""
+    """Return the prediction of a mixture with weights (K,) whose members return only probabilities (n, K, C) or means (n, K, D)."""
     if isinstance(likelihood, RegressionLikelihood):
         return RegressionPrediction.of_means(members, weights, likelihood)
     assert isinstance(likelihood, ClassificationLikelihood)
@@ -121,7 +121,7 @@ def prediction_of(members: Tensor, weights: Tensor, likelihood: Likelihood, fing
         raise DataError(
             "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
         )
-    distribution = likelihood.distribution(mixed(weights, list(members)))
+    distribution = likelihood.distribution(mixed(weights, members.unbind(1)))
     member_entropies = likelihood.distribution(members).entropy()
     return Prediction(
         {

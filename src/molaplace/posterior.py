@@ -105,10 +105,9 @@ class MoLA(LaplaceMixture):
         return Prediction(fields, pending=pending, **shared)
 
     def _logit_fields(self, rows: Rows) -> dict[str, Tensor]:
-        means = torch.stack(list(rows.outputs))
-        spreads = self.spreads(self.project(rows, distances=False))
-        variances = [torch.zeros_like(means[0]) if spread is None else spread.variance() for spread in spreads]
-        return {"logit_mean": means, "logit_variance": torch.stack(variances)}
+        spreads = zip(rows.outputs, self.spreads(self.project(rows, distances=False)), strict=True)
+        variances = [torch.zeros_like(means) if spread is None else spread.variance() for means, spread in spreads]
+        return {"logit_mean": torch.stack(list(rows.outputs), 1), "logit_variance": torch.stack(variances, 1)}
 
     def _information_fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
         return {"mutual_information": self._entropies(self.members(self.project(rows)), seed)[1]}
@@ -285,7 +284,7 @@ class MoLA(LaplaceMixture):
             lemma: whether to return each component's bound (the paper's lemma) instead of the mixture's bound.
 
         Returns:
-            Bounds of shape (n,), or (K, n) if `lemma` is True; for multi-label data, (n, C) or (K, n, C).
+            Bounds of shape (n,), or (n, K) if `lemma` is True; for multi-label data, (n, C) or (n, K, C).
         """
         self._require_bounds()
 
@@ -293,7 +292,7 @@ class MoLA(LaplaceMixture):
             mixture, components = bounds.confidence_bounds(
                 self.members(self.project(rows)), rows.phi, self._trained_weights(rows), self.link, self.settings
             )
-            return {"bound": mixture, "component_bound": components}
+            return {"bound": mixture, "component_bound": components.transpose(0, 1)}
 
         captured = self.capture(one_batch(inputs))
         captured.check_finite()  # otherwise the bound would be finite even though there is no prediction

@@ -25,6 +25,7 @@ from molaplace.likelihoods import (
     RegressionLikelihood,
     RegressionPredictive,
 )
+from molaplace.likelihoods.base import mixed
 from molaplace.numerics import as_tensor, to_float64
 from molaplace.options import check_share, counted
 
@@ -36,8 +37,8 @@ Pending: TypeAlias = "Mapping[tuple[str, ...], Callable[[], Mapping[str, Tensor]
 
 
 class _Fields:
-    axes: ClassVar[dict[str, int]]
-    """For each field name, the axis that indexes the inputs."""
+    names: ClassVar[tuple[str, ...]]
+    """Names of the fields; the first is always known. Inputs are the first axis of every field."""
     axis: int
     """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
     derived: ClassVar[tuple[str, ...]]
@@ -52,7 +53,7 @@ class _Fields:
     """Functions that compute the fields that are not in `_fields`."""
 
     def __init__(self, fields: Mapping[str, Field], pending: Pending | None = None, **shared: Any) -> None:
-        known = {name: value for name, value in fields.items() if name in self.axes and value is not None}
+        known = {name: value for name, value in fields.items() if name in self.names and value is not None}
         vars(self).update(shared, _fields=known, _pending=dict(pending or {}))
 
     def _read(self, name: str) -> Any:
@@ -80,11 +81,11 @@ class _Fields:
         return {name: value for name, value in vars(self).items() if name not in ("_fields", "_pending")}
 
     @classmethod
-    def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor], int], Tensor]) -> Self:
-        # Return a prediction whose fields are `combine(values of all parts, axis of the inputs)`, computed when the parts' fields are.
+    def _combined(cls, parts: Sequence[Self], combine: Callable[[list[Tensor]], Tensor]) -> Self:
+        # Return a prediction whose fields are `combine(values of all parts)`, computed when the parts' fields are.
         def combined(names: Iterable[str]) -> dict[str, Tensor]:
             values = {name: [part._read(name) for part in parts] for name in names}
-            return {name: combine(column, cls.axes[name]) for name, column in values.items() if column[0] is not None}
+            return {name: combine(column) for name, column in values.items() if column[0] is not None}
 
         groups = {names for part in parts for names in part._pending}
         lazy = {name for names in groups for name in names}
@@ -113,7 +114,7 @@ class _Fields:
 
     def cpu(self) -> Self:
         """Return the same prediction in main memory."""
-        return self._combined([self], lambda values, _: values[0].cpu())
+        return self._combined([self], lambda values: values[0].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         self.computed()  # functions cannot be pickled
@@ -127,8 +128,7 @@ class _Fields:
         """Join the predictions for several batches."""
         if len(parts) == 1:
             return parts[0]
-        name, axis = next(iter(cls.axes.items()))
-        shapes = {tuple(part._read(name).shape[axis + 1 :]) for part in parts}
+        shapes = {tuple(part._read(cls.names[0]).shape[1:]) for part in parts}
         if len(shapes) > 1:
             raise DataError(
                 f"the outputs of the batches have different shapes, {sorted(shapes)}, and cannot be joined. Predict "
@@ -148,16 +148,11 @@ class _Fields:
         if not descriptions:
             raise DataError("the prediction loader is empty on every rank. Pass at least one batch.")
         names, shared = descriptions[0]
-        fields = {}
-        for name in names:
-            axis = cls.axes[name]
-            rows = None if prediction is None else prediction._read(name).transpose(0, axis).contiguous()
-            fields[name] = team.gather(rows).transpose(0, axis)
+        fields = {name: team.gather(None if prediction is None else prediction._read(name)) for name in names}
         return cls(fields, **shared)
 
     def __len__(self) -> int:
-        name, axis = next(iter(self.axes.items()))
-        return int(self._read(name).shape[axis])
+        return len(self._read(self.names[0]))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
         if isinstance(index, int):
@@ -165,14 +160,14 @@ class _Fields:
                 raise IndexError(f"index {index} is out of range for {len(self)} inputs.")
             index = slice(index % len(self), index % len(self) + 1)
         indices = torch.arange(len(self), device="cpu")[index]
-        return self._combined([self], lambda values, axis: values[0].index_select(axis, indices.to(values[0].device)))
+        return self._combined([self], lambda values: values[0].index_select(0, indices.to(values[0].device)))
 
     def __iter__(self) -> Iterator[Self]:
         return (self[index] for index in range(len(self)))
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all fields as NumPy arrays, keyed by name."""
-        values = {name: getattr(self, name) for name in (*self.axes, *self.derived)}
+        values = {name: getattr(self, name) for name in (*self.names, *self.derived)}
         return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
 
     @property
@@ -219,16 +214,16 @@ class Prediction(_Fields):
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
     """
 
-    axes: ClassVar[dict[str, int]] = {
-        "probs": 0,
-        "mutual_information": 0,
-        "aleatoric": 0,
-        "ood_score": 0,
-        "logit_mean": 1,
-        "logit_variance": 1,
-        "distance": 0,
-        "far_field": 0,
-    }
+    names = (
+        "probs",
+        "mutual_information",
+        "aleatoric",
+        "ood_score",
+        "logit_mean",
+        "logit_variance",
+        "distance",
+        "far_field",
+    )
     derived = ("label", "confidence", "entropy", "epistemic")
     likelihood: ClassificationLikelihood
 
@@ -275,12 +270,12 @@ class Prediction(_Fields):
 
     @property
     def logit_mean(self) -> Tensor | None:
-        """Unscaled logits (K, n, C) of each network."""
+        """Unscaled logits (n, K, C) of each network."""
         return self._read("logit_mean")
 
     @property
     def logit_variance(self) -> Tensor | None:
-        """Variances (K, n, C) of the unscaled logits."""
+        """Variances (n, K, C) of the unscaled logits."""
         return self._read("logit_variance")
 
     @property
@@ -335,13 +330,7 @@ class RegressionPrediction(_Fields):
     With a Gaussian likelihood, the distributions are normal.
     """
 
-    axes: ClassVar[dict[str, int]] = {
-        "component_mean": 1,
-        "component_variance": 1,
-        "component_noise": 1,
-        "ood_score": 0,
-        "distance": 0,
-    }
+    names = ("component_mean", "component_variance", "component_noise", "ood_score", "distance")
     derived = ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
     likelihood: RegressionLikelihood
     weights: Tensor
@@ -361,7 +350,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: RegressionLikelihood) -> RegressionPrediction:
-        """Build a prediction from the means (K, n, D) of members that return only means."""
+        """Build a prediction from the means (n, K, D) of members that return only means."""
         distribution = likelihood.of_means(weights, means)
         fields = {
             "component_mean": means,
@@ -378,11 +367,10 @@ class RegressionPrediction(_Fields):
         """Mix several predictions for the same inputs. Outlier scores and distances are averaged."""
 
         def averaged(name: str) -> Tensor:
-            values = torch.stack([part._read(name) for part in parts])
-            return torch.einsum("m,m...->...", weights.to(values), values)
+            return mixed(weights, [part._read(name) for part in parts])
 
         names = ["component_mean", "component_variance", "component_noise"]
-        fields = {name: torch.cat([part._read(name) for part in parts]) for name in names}
+        fields = {name: torch.cat([part._read(name) for part in parts], 1) for name in names}
         fields["ood_score"] = averaged("ood_score")
         if all(part.distance is not None for part in parts):
             fields["distance"] = averaged("distance")
@@ -397,24 +385,24 @@ class RegressionPrediction(_Fields):
 
     @property
     def component_mean(self) -> Tensor:
-        """Mean (K, n, D) of each component."""
+        """Mean (n, K, D) of each component."""
         return self._read("component_mean")
 
     @property
     def component_variance(self) -> Tensor:
-        """Variance (K, n, D) of each component in float64, including the noise."""
+        """Variance (n, K, D) of each component in float64, including the noise."""
         return self._read("component_variance")
 
     @property
     def component_noise(self) -> Tensor:
-        """Variance (K, n, D) of each component's noise, in float64."""
+        """Variance (n, K, D) of each component's noise, in float64."""
         return self._read("component_noise")
 
     @property
     def distribution(self) -> RegressionPredictive:
         """Predictive distribution in float64, with the outputs along the last axis."""
         # Use float64, because squares may overflow in float32 even if the values themselves do not.
-        axis = self.axis if self.axis == -1 else self.axis + 1
+        axis = self.axis if self.axis == -1 else self.axis + 1  # after the axis of the components
         parts = (self.component_mean, self.component_variance, self.component_noise)
         return self.likelihood.mixture_type(self.weights, *(to_float64(part).movedim(axis, -1) for part in parts))
 
@@ -468,7 +456,7 @@ class RegressionPrediction(_Fields):
         if tensor.is_complex():
             raise DataError(f"expected real targets, got {tensor.dtype}.")
         values = to_float64(tensor.to(self.component_mean.device))
-        shape = self.component_mean.shape[1:]
+        shape = self.component_mean[:, 0].shape
         if values.dim() == len(shape) - 1 and shape[self.axis] == 1:
             values = values.unsqueeze(self.axis)
         if broadcast and values.dim() == 0:
@@ -506,7 +494,7 @@ class RegressionPrediction(_Fields):
         return self._frame("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
 
     def __repr__(self) -> str:
-        count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
+        count, *sizes, outputs = self.component_mean[:, 0].movedim(self.axis, -1).shape
         size = f"{counted(count, 'input')}{_positions(sizes)}, {counted(outputs, 'output')}"
         if not count:
             return f"RegressionPrediction({size})"

@@ -73,11 +73,11 @@ def mutual_information(total: Tensor, member_entropies: Tensor, weights: Tensor)
     """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`.
 
     Args:
-        total: entropies (...) of the mixture.
-        member_entropies: entropies (K, ...) of the members.
+        total: entropies (n, ...) of the mixture.
+        member_entropies: entropies (n, K, ...) of the members.
         weights: mixture weights (K,).
     """
-    within = torch.einsum("k,k...->...", weights.to(member_entropies), member_entropies)
+    within = torch.einsum("k,nk...->n...", weights.to(member_entropies), member_entropies)
     return (total - within).clamp_min(0)
 
 

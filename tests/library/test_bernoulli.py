@@ -163,7 +163,7 @@ def test_links_agree_with_very_many_draws(structure):
     plain = posterior(inputs)
     prediction = posterior.predict(inputs)
     assert torch.equal(posterior.with_link("mean-field")(inputs), plain)
-    exact, _ = expected_sigmoid(prediction.logit_mean[0], prediction.logit_variance[0])
+    exact, _ = expected_sigmoid(prediction.logit_mean[:, 0], prediction.logit_variance[:, 0])
     drawn = posterior.with_link(mola.links.MonteCarlo(samples=200_000))(inputs)
     assert float((drawn - exact).abs().max()) < 5e-3  # a standard error is at most 0.5 / sqrt(200,000) = 1.1e-3
     assert float((plain - exact).abs().max()) < 0.0177
@@ -191,7 +191,7 @@ def test_epistemic_share_is_that_of_the_integrals():
     mean = prediction.logit_mean
     spread = prediction.logit_variance.sqrt()
     pairs = zip(mean.flatten().tolist(), spread.flatten().tolist(), strict=True)
-    yes, within = (part.view(mean.shape).mean(0) for part in torch.tensor([integrals(*pair) for pair in pairs]).T)
+    yes, within = (part.view(mean.shape).mean(1) for part in torch.tensor([integrals(*pair) for pair in pairs]).T)
     share = 1 - within / entropy(torch.stack([yes, 1 - yes], -1))
     torch.testing.assert_close(prediction.mutual_information / prediction.entropy, share, rtol=1e-8, atol=1e-9)
 
@@ -230,7 +230,7 @@ def test_bounds_hold_and_the_far_field_is_one_half(structure):
         assert bound.shape == (40, 2)
         assert bool((posterior.predict(far * inputs).confidence <= bound + 1e-12).all())
         members = posterior.confidence_bound(far * inputs, lemma=True)
-        for bound_of_member, posterior_alone in zip(members, alone, strict=True):
+        for bound_of_member, posterior_alone in zip(members.unbind(1), alone, strict=True):
             assert bool((posterior_alone.predict(far * inputs).confidence <= bound_of_member + 1e-12).all())
     torch.testing.assert_close(posterior.far_field_limit(inputs), posterior(1e9 * inputs), rtol=1e-6, atol=1e-6)
     careful = posterior.with_distance_exponent(1.0)

@@ -75,7 +75,7 @@ def alone(posterior):
 def test_the_lemma_bounds_each_component(far):
     posterior, inputs = far
     bounds = posterior.confidence_bound(1e6 * inputs, lemma=True)
-    for bound, member in zip(bounds, alone(posterior), strict=True):
+    for bound, member in zip(bounds.unbind(1), alone(posterior), strict=True):
         confidence = member.predict(1e6 * inputs).confidence
         assert bool((confidence <= bound + 1e-12).all())
 

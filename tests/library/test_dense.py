@@ -95,11 +95,12 @@ def test_positions_are_rows_of_the_flattened_network(kind, structure):
     for name in FIELDS:
         assert getattr(actual, name).shape == y.shape, name
         close(getattr(actual, name).flatten(), getattr(expected, name), 1e-8)
-    close(rows_of(actual.logit_mean[0], axis), expected.logit_mean[0])
-    close(rows_of(actual.logit_variance[0], axis), expected.logit_variance[0])
+    close(rows_of(actual.logit_mean[:, 0], axis), expected.logit_mean[:, 0])
+    close(rows_of(actual.logit_variance[:, 0], axis), expected.logit_variance[:, 0])
     close(dense(x), actual.probs, 1e-14)
     close(dense.confidence_bound(x).flatten(), plain.confidence_bound(rows))
-    close(dense.confidence_bound(x, lemma=True).flatten(1), plain.confidence_bound(rows, lemma=True))
+    lemma = plain.confidence_bound(rows, lemma=True)
+    close(dense.confidence_bound(x, lemma=True).transpose(0, 1).flatten(1), lemma.T)
 
 
 @pytest.mark.parametrize("link", ["probit-centred", "mean-field", "bridge", "mc"])

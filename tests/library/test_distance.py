@@ -108,7 +108,7 @@ class TestAgainstTheFormulas:
         scales = posterior.reference.scales
         divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5, onset)
         assert max(divisor.max() for divisor in divisors) > 2  # some inputs are far
-        means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
+        means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean.unbind(1), divisors, strict=True)]
         centre = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
         centring = np.eye(CLASSES) - 1 / CLASSES
         probs = 0.0

@@ -194,5 +194,5 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
     assert relative(posterior.log_evidence()[0], evidence) < 1e-10
     # Predictions, in the layout of the inputs.
     prediction = posterior.predict(case.inputs)
-    variance = prediction.within if likelihood in ("gaussian", "heteroscedastic") else prediction.logit_variance[0]
+    variance = prediction.within if likelihood in ("gaussian", "heteroscedastic") else prediction.logit_variance[:, 0]
     assert relative(last(variance, layout).flatten(0, -2), variances) < 1e-10

@@ -220,7 +220,7 @@ def test_mixture_of_posteriors_has_all_their_components():
     first, _, x, y = fitted(2, 2)
     second = fitted(2, 1, structure="diag")[0]
     both = mola.Mixture([first, second], [0.3, 0.7]).predict(x)
-    assert both.component_mean.shape[0] == 3
+    assert both.component_mean.shape[1] == 3
     left = first.predict(x)
     right = second.predict(x)
     expected = torch.logaddexp(left.log_prob(y) + math.log(0.3), right.log_prob(y) + math.log(0.7))

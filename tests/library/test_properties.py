@@ -230,7 +230,7 @@ class TestPredictions:
         for made in (posterior, posterior.with_pooling(pooling), scaled):
             assert bool((made(inputs).max(1).values <= made.confidence_bound(inputs) + 1e-12).all())
             lemma = made.confidence_bound(inputs, lemma=True)
-            assert lemma.shape == (2, len(inputs))
+            assert lemma.shape == (len(inputs), 2)
             assert bool((lemma >= 1 / problem.network[-1].out_features - 1e-12).all())
 
     @given(

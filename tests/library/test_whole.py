@@ -207,7 +207,7 @@ def test_linearised_covariance_is_j_sigma_j(options):
     )
     prediction = posterior.predict(new)
     variance = expected.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(prediction.logit_variance[0], variance, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(prediction.logit_variance[:, 0], variance, rtol=1e-8, atol=1e-10)
     probs = torch.softmax(network(new).detach() / (1 + torch.pi / 8 * variance).sqrt(), 1)
     torch.testing.assert_close(posterior(new), probs, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(prediction.probs, probs, rtol=1e-9, atol=1e-12)

@@ -76,7 +76,7 @@ def best_factors(weights: Tensor, means: Tensor, noises: Tensor, targets: Tensor
     """Find the factors (D,) of the noise that maximise the likelihood of the targets (n, D) under networks without covariance."""
     means = means.double()
     noises = noises.double()
-    error = (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
+    error = (torch.einsum("k,nkd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()
     factors = []
     for index, log_start in enumerate(start.tolist()):

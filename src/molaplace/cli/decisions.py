@@ -58,9 +58,7 @@ def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> di
     """
     columns = {SCORE: prediction.ood_score}
     if guarantees and isinstance(prediction, RegressionPrediction):
-        means = prediction.component_mean.transpose(0, 1)
-        variances = prediction.component_variance.transpose(0, 1)
-        columns |= {MEANS: means, VARIANCES: variances, TARGETS: labels}
+        columns |= {MEANS: prediction.component_mean, VARIANCES: prediction.component_variance, TARGETS: labels}
     elif guarantees:
         columns |= Calibration.of(prediction.probs, labels).columns()
     columns = {name: values.detach().cpu() for name, values in columns.items()}
@@ -151,7 +149,7 @@ def _saved_predictions(fitted: PosteriorFolder, option: str) -> tuple[Regression
     # Return the saved predictions and targets (n, D) of a posterior for regression.
     columns = _saved_columns(fitted, option)
     # The intervals use neither the noise variance nor OOD scores.
-    fields: dict[str, Field] = {name: columns[name].transpose(0, 1).contiguous() for name in (MEANS, VARIANCES)}
+    fields: dict[str, Field] = {name: columns[name] for name in (MEANS, VARIANCES)}
     fields["component_noise"] = fields[VARIANCES]
     return RegressionPrediction(fields, weights=fitted.posterior.weights), columns[TARGETS]
 

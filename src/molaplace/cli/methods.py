@@ -164,7 +164,7 @@ def _scores(method: MoLA, prediction: Any, captured: Captured) -> dict[str, Tens
             prediction.probs, prediction.logit_mean, method.weights, prediction.ood_score, prediction.likelihood
         )
     scaled = [outputs.cpu() / method.temperature for outputs in captured.outputs]
-    logits = torch.stack(list(pooled(scaled, method.weights, method.pooling)))
+    logits = torch.stack(list(pooled(scaled, method.weights, method.pooling)), 1)
     return outlier_scores(prediction.probs, logits, method.weights, likelihood=prediction.likelihood)
 
 

@@ -279,7 +279,7 @@ def outlier_scores(
 ) -> dict[str, Tensor]:
     """Return the available `CLASSIFICATION_SCORES`, each of shape (n,), in float64.
 
-    Scores computed from logits (K, n, C) are averaged over the K networks with the given `weights` (K,).
+    Scores computed from logits (n, K, C) are averaged over the K networks with the given `weights` (K,).
     """
     distribution = likelihood.distribution(probs.double())
     scores = {
@@ -287,9 +287,10 @@ def outlier_scores(
         "entropy": distribution.per_datum(distribution.entropy()),
     }
     if logits is not None:
-        shares = torch.full((len(logits),), 1 / len(logits), device="cpu") if weights is None else weights
+        count = logits.shape[1]
+        shares = torch.full((count,), 1 / count, device="cpu") if weights is None else weights
         for name, score in (("energy", likelihood.energy), ("maximum logit", max_logit_score)):
-            scores[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
+            scores[name] = score(logits.double()) @ shares.to(logits.double())
     return scores if ood_score is None else {**scores, "ood score": ood_score.double()}
 
 

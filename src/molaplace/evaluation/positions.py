@@ -42,7 +42,7 @@ def flatten_positions(
         first: number of inputs before this batch. Each input's index in the data is the seed for drawing its positions.
     """
     regression = isinstance(prediction, RegressionPrediction)
-    outputs = prediction.component_mean[0] if regression else prediction.probs
+    outputs = prediction.component_mean[:, 0] if regression else prediction.probs
     if outputs.dim() == 2:
         return prediction, labels, None
     layout = Layout.of(outputs, prediction.axis)
@@ -65,7 +65,8 @@ def flatten_positions(
             return None
         num_extra_axes = values.dim() - len(layout.sizes) - 1
         if num_extra_axes == 2:  # the field has an axis for the K networks
-            return torch.stack([layout.by_position(part).flatten(0, 1)[rows.to(part.device)] for part in values])
+            parts = [layout.by_position(part).flatten(0, 1)[rows.to(part.device)] for part in values.unbind(1)]
+            return torch.stack(parts, 1)
         return (layout.by_position(values).flatten(0, 1) if num_extra_axes else values.flatten())[
             rows.to(values.device)
         ]

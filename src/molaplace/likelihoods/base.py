@@ -319,7 +319,7 @@ class RegressionLikelihood(Likelihood):
         return self.check_labels(labels, means, where)
 
     def of_means(self, weights: Tensor, means: Tensor) -> RegressionPredictive:
-        """Return the mixture of members that predict only means (K, n, D), or raise `OptionError` if means do not determine it."""
+        """Return the mixture of members that predict only means (n, K, D), or raise `OptionError` if means do not determine it."""
         raise OptionError(
             f"likelihood {self.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
         )

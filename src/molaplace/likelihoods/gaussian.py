@@ -321,7 +321,7 @@ class Gaussian(RegressionLikelihood):
     # Prediction.
 
     def of_means(self, weights: Tensor, means: Tensor) -> NormalMixture:
-        """Return the mixture of normal distributions around means (K, n, D) in the targets' units, with the likelihood's noise."""
+        """Return the mixture of normal distributions around means (n, K, D) in the targets' units, with the likelihood's noise."""
         means = to_float64(means)
         variance = self.variance_in_units(self.deviation(means.shape[-1]).square()).to(means).expand_as(means)
         return NormalMixture(weights, means, variance, variance)
@@ -344,9 +344,9 @@ class Gaussian(RegressionLikelihood):
         ]
         return NormalMixture(
             members.weights,
-            self.in_units(torch.stack(list(means))),
-            self.variance_in_units(torch.stack(variances)),
-            self.variance_in_units(torch.stack(noises) * members.temperature**2),
+            self.in_units(torch.stack(list(means), 1)),
+            self.variance_in_units(torch.stack(variances, 1)),
+            self.variance_in_units(torch.stack(noises, 1) * members.temperature**2),
         )
 
 

@@ -76,14 +76,14 @@ class RegressionPredictive(ABC):
     weights: Tensor
     """Mixture weights (K,)."""
     means: Tensor
-    """Means (K, n, D) of the components."""
+    """Means (n, K, D) of the components."""
     variances: Tensor
-    """Variances (K, n, D) of the components, including the noise."""
+    """Variances (n, K, D) of the components, including the noise."""
     noises: Tensor
-    """Variances (K, n, D) of the noise."""
+    """Variances (n, K, D) of the noise."""
 
     def _mixed(self, values: Tensor) -> Tensor:
-        return torch.einsum("k,k...->...", self.weights.to(values), values)
+        return torch.einsum("k,nk...->n...", self.weights.to(values), values)
 
     def point(self) -> Tensor:
         """Return the mixture's mean (n, D)."""
@@ -91,7 +91,7 @@ class RegressionPredictive(ABC):
 
     def between(self) -> Tensor:
         """Return the variance (n, D) of the components' means, which measures their disagreement."""
-        return self._mixed((self.means - self.point()).square())
+        return self._mixed((self.means - self.point()[:, None]).square())
 
     def within(self) -> Tensor:
         """Return the mean variance (n, D) of the components without their noise."""
@@ -111,7 +111,7 @@ class RegressionPredictive(ABC):
 
     def component(self, index: int) -> Self:
         """Return the distribution of one component."""
-        parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
+        parts = {name: getattr(self, name)[:, index : index + 1] for name in ("means", "variances", "noises")}
         return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
 
     def outlier_score(self) -> Tensor:

@@ -77,11 +77,11 @@ class Layout:
         return values.movedim(self.axis, -1).reshape(values.shape[0], self.count, values.shape[self.axis])
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Reshape values (m,) or rows (..., m, width) to the layout of the outputs."""
-        if rows.dim() == 1:
-            return rows.reshape(-1, *self.sizes)
-        values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
-        return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
+        """Reshape values (m,), rows (m, width) or rows of K networks (m, K, width) to the layout of the outputs, the inputs first."""
+        values = rows.reshape(-1, *self.sizes, *rows.shape[1:])
+        if rows.dim() == 3:
+            values = values.movedim(-2, 1)
+        return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 and rows.dim() > 1 else values
 
     def labels(self, labels: Tensor, outputs: int, batch_name: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.

@@ -127,8 +127,8 @@ class WholeMoLA(LaplaceMixture):
                 "probs": distribution.probs,
                 "mutual_information": distribution.entropy() * likelihood.epistemic_share(members, seed or 0),
                 "ood_score": distribution.outlier_score(),
-                "logit_mean": torch.stack(list(rows.outputs)),
-                "logit_variance": torch.stack(variances),
+                "logit_mean": torch.stack(list(rows.outputs), 1),
+                "logit_variance": torch.stack(variances, 1),
             }
 
         with_jacobians = self._with_jacobians(captured, [(inputs, captured.layout.inputs)])

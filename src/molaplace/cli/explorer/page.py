@@ -97,7 +97,8 @@ class Explorer:
         # Return the probabilities (n, C) given by the first network, by the mean of all networks, and by the mixture of Laplace
         # approximations.
         by_network = prediction.likelihood.probabilities(prediction.logit_mean)
-        ensemble = mixed(self.subject.posterior.weights, list(by_network))
+        by_network = by_network.unbind(1)
+        ensemble = mixed(self.subject.posterior.weights, by_network)
         return dict(zip(EXPLORED_METHODS, (by_network[0], ensemble, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
@@ -126,7 +127,7 @@ class Explorer:
                 name: list(zip(ANGLES, probs.amax(-1).tolist(), strict=True))
                 for name, probs in self._methods(turned).items()
             }
-        alone = prediction.logit_mean[:, 0].softmax(-1)
+        alone = prediction.logit_mean[0].softmax(-1)
         return {
             "picture": to_url(changed),
             "methods": [(method, *self._chosen(row)) for method, row in rows.items()],
