@@ -97,20 +97,17 @@ class _Fields:
         """Return the prediction for n inputs, given which (n,) are invalid: their fields are NaN, the others are those here."""
         valid = (~invalid).nonzero().flatten()
 
-        def insert(parts: list[Tensor], axis: int) -> Tensor:
+        def insert(parts: list[Tensor]) -> Tensor:
             [values] = parts
-            shape = [*values.shape[:axis], len(invalid), *values.shape[axis + 1 :]]
-            return torch.full(shape, torch.nan, dtype=values.dtype, device=values.device).index_copy(
-                axis, valid, values
-            )
+            marked = torch.full((len(invalid), *values.shape[1:]), torch.nan, dtype=values.dtype, device=values.device)
+            return marked.index_copy(0, valid, values)
 
         return self if len(valid) == len(invalid) else self._combined([self], insert)
 
     @property
     def invalid(self) -> Tensor:
         """Mask (n,) of the inputs that `predict(..., invalid="mark")` marked as NaN or infinite."""
-        name, axis = next(iter(self.axes.items()))
-        return self._read(name).transpose(0, axis).flatten(1).isnan().any(1)
+        return self._read(self.names[0]).flatten(1).isnan().any(1)
 
     def cpu(self) -> Self:
         """Return the same prediction in main memory."""

@@ -28,7 +28,7 @@ def ensemble(count=60, members=3, classes=4, seed=0):
     weights = torch.softmax(torch.randn(members, generator=generator), 0)
     probs = torch.einsum("k,knc->nc", weights, torch.softmax(logits, -1))
     ood_score = torch.randn(count, generator=generator)
-    return probs, logits, weights, ood_score, torch.randint(classes, (count,), generator=generator)
+    return probs, logits.transpose(0, 1), weights, ood_score, torch.randint(classes, (count,), generator=generator)
 
 
 # --- which lead is clear ----------------------------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ def test_the_coverage_of_sets_is_counted_by_class():
 def test_scores_are_those_of_a_direct_computation():
     probs, logits, weights, ood_score, _ = ensemble()
     scores = outlier_scores(probs, logits, weights, ood_score)
-    exact, lifted, shares = probs.double(), logits.double(), weights.double()[:, None]
+    exact, lifted, shares = probs.double(), logits.double(), weights.double()
     expected = {
         "max probability": 1 - exact.amax(1),
         "entropy": -(exact * exact.log()).sum(1),
-        "energy": -(shares * torch.logsumexp(lifted, -1)).sum(0),
-        "maximum logit": -(shares * lifted.amax(-1)).sum(0),
+        "energy": -(shares * torch.logsumexp(lifted, -1)).sum(1),
+        "maximum logit": -(shares * lifted.amax(-1)).sum(1),
         "ood score": ood_score.double(),
     }
     assert tuple(scores) == tuple(expected) == CLASSIFICATION_SCORES

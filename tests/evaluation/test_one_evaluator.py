@@ -80,7 +80,7 @@ def test_every_measured_metric_is_in_the_catalogue():
     moments = torch.rand(50, 1, generator=generator)
     likelihood = mola.likelihoods.Gaussian(noise=0.1)
     regression = PredictionColumns()
-    prediction = mola.RegressionPrediction.of_means(moments[None], torch.ones(1), likelihood)
+    prediction = mola.RegressionPrediction.of_means(moments[:, None], torch.ones(1), likelihood)
     regression.add(prediction, moments + 0.1, detail=True)
     names = {name for columns in (classes, labels, regression) for name in measured(columns)}
     assert {"aurc", "auroc", "crps", "coverage_90", "width_50"} <= names <= CATALOGUE.keys()

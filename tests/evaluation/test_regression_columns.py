@@ -17,8 +17,8 @@ from molaplace.prediction import RegressionPrediction
 
 def make_prediction(count, outputs=2, components=3, seed=0, wide=1.0):
     generator = torch.Generator().manual_seed(seed)
-    means = torch.randn(components, count, outputs, generator=generator, dtype=torch.float64)
-    noise = wide * (0.3 + torch.rand(components, count, outputs, generator=generator, dtype=torch.float64))
+    means = torch.randn(count, components, outputs, generator=generator, dtype=torch.float64)
+    noise = wide * (0.3 + torch.rand(count, components, outputs, generator=generator, dtype=torch.float64))
     weights = torch.softmax(torch.randn(components, generator=generator, dtype=torch.float64), 0)
     score = torch.randn(count, generator=generator, dtype=torch.float64)
     targets = torch.randn(count, outputs, generator=generator, dtype=torch.float64)

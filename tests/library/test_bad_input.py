@@ -116,7 +116,10 @@ OPTIONS = {
     "networks a path": (lambda s: mola.fit("model.pt", LOADER), r"file name, 'model\.pt'.*load_state_dict"),
     "networks a state dict": (lambda s: mola.fit(s.network.state_dict(), LOADER), r"state dict.*load_state_dict"),
     "networks and loader exchanged": (lambda s: mola.fit(LOADER, s.network), r"nn\.Module.*tuple"),
-    "tune an ensemble": (lambda s: s.ensemble.tune(LOADER), r"tuning needs.*plain ensemble.*mola\.fit"),
+    "tune the covariance of an ensemble": (
+        lambda s: s.ensemble.tune(LOADER, rule="nll"),
+        r"tuning needs.*plain ensemble.*mola\.fit",
+    ),
     "bridge on an ensemble": (lambda s: s.ensemble.with_link("bridge")(X), r"'bridge' needs a covariance.*'probit'"),
     "evidence without labels": (lambda s: s.unlabelled.log_evidence(), r"needs training labels.*\(inputs, labels\)"),
     "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence()), r"only the training data"),

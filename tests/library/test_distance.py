@@ -68,16 +68,6 @@ class TestAgainstTheFormulas:
             actual.numpy(), reference.distances(rows.numpy(), labels.numpy(), queries.numpy()), rtol=1e-9
         )
 
-    def test_class_means_do_not_depend_on_the_weight_of_the_data(self, networks):
-        sums = fitted(networks[:1]).components[0].layer.sums
-        unscaled = ClassDistance.from_sums(sums)
-        downweighted = ClassDistance.from_sums(sums.scaled(1e-3, 1))
-        assert_close(
-            downweighted.means @ torch.linalg.pinv(downweighted.root),
-            unscaled.means @ torch.linalg.pinv(unscaled.root),
-            "search",
-        )
-
     def test_entropy_that_distance_adds_is_epistemic(self, networks):
         posterior = tuned(networks).with_prior_precision(0.3)
         direction = torch.randn(1, 3)

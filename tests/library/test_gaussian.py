@@ -143,14 +143,14 @@ def test_predictions_are_in_the_units_of_the_targets():
 
 def mixture(members=3, count=40, outputs=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    means = torch.randn(members, count, outputs, generator=generator) * 2
-    variances = torch.exp(torch.randn(members, count, outputs, generator=generator))
+    means = torch.randn(count, members, outputs, generator=generator) * 2
+    variances = torch.exp(torch.randn(count, members, outputs, generator=generator))
     return torch.softmax(torch.randn(members, generator=generator), 0), means, variances
 
 
 def test_density_distribution_and_moments_are_those_of_the_mixture():
     weights, means, variances = mixture()
-    reference = dense.mixture(weights, means, variances)
+    reference = dense.mixture(weights, means.transpose(0, 1), variances.transpose(0, 1))
     fields = {"component_mean": means, "component_variance": variances, "component_noise": 0.3 * variances}
     actual = mola.RegressionPrediction(fields | {"ood_score": torch.zeros(40)}, weights=weights)
     assert torch.allclose(actual.mean, reference.mean)
@@ -161,7 +161,7 @@ def test_density_distribution_and_moments_are_those_of_the_mixture():
     values = torch.linspace(-3, 3, 80).view(40, 2)
     assert torch.allclose(actual.cdf(values), reference.cdf(values))
     assert torch.allclose(normal_mixtures.log_density(weights, means, variances, values), reference.log_prob(values))
-    pairs = zip(means, variances, strict=True)
+    pairs = zip(means.unbind(1), variances.unbind(1), strict=True)
     joint = torch.stack([torch.distributions.Normal(m, v.sqrt()).log_prob(values).sum(1) for m, v in pairs])
     assert torch.allclose(actual.log_prob(values), torch.logsumexp(joint + weights.log()[:, None], 0))
 
@@ -169,7 +169,7 @@ def test_density_distribution_and_moments_are_those_of_the_mixture():
 @pytest.mark.parametrize("level", [1e-9, 0.05, 0.37, 0.5, 0.9, 1 - 1e-6])
 def test_quantiles_invert_the_distribution_function(level):
     weights, means, variances = mixture(count=500, seed=3)
-    means = means * torch.logspace(-2, 3, 500)[:, None]
+    means = means * torch.logspace(-2, 3, 500)[:, None, None]
     actual = normal_mixtures.quantile(weights, means, variances, level)
     assert float((normal_mixtures.cdf(weights, means, variances, actual) - level).abs().max()) < 1e-10
 
@@ -181,7 +181,8 @@ def test_crps_is_its_integral():
     actual = normal_mixtures.crps(weights, means, variances, targets)
     for row in range(5):
         for output in range(2):
-            below = normal_mixtures.cdf(weights, means[:, row, output, None], variances[:, row, output, None], grid)
+            moments = means[row, :, output], variances[row, :, output]
+            below = normal_mixtures.cdf(weights, *(values[None, :, None] for values in moments), grid[None])[0]
             expected = torch.trapezoid((below - (grid >= targets[row, output]).double()).square(), grid)
             assert float(actual[row, output]) == pytest.approx(float(expected), abs=2e-4)
 

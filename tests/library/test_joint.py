@@ -36,8 +36,10 @@ def test_covariances_between_inputs_are_those_of_the_second_derivative(structure
     for output in range(OUTPUTS):
         assert relative(joint.output_covariances(output)[0], expected[:, output, :, output]) < 1e-10
     count = len(case.every)
-    assert relative(joint.variances[0], expected.reshape(count * OUTPUTS, -1).diagonal().view(count, OUTPUTS)) < 1e-10
-    assert relative(joint.means[0], case.outputs.flatten(0, -2)[:, :OUTPUTS]) < 1e-12
+    assert (
+        relative(joint.variances[:, 0], expected.reshape(count * OUTPUTS, -1).diagonal().view(count, OUTPUTS)) < 1e-10
+    )
+    assert relative(joint.means[:, 0], case.outputs.flatten(0, -2)[:, :OUTPUTS]) < 1e-12
     if structure in ("kron", "kron-diag"):
         ((inputs, outputs),) = joint.kronecker_factors()
         assert relative(torch.einsum("nm,cd->ncmd", inputs, outputs), expected) < 1e-10
@@ -93,7 +95,7 @@ def test_marginals_are_what_the_link_receives(structure):
     posterior = settled(posterior)
     joint = posterior.joint(x[:7])
     scale = torch.rsqrt(1 + math.pi / 8 * joint.variances)
-    probs = torch.einsum("k,knc->nc", posterior.weights, (joint.means * scale).softmax(-1))
+    probs = torch.einsum("k,nkc->nc", posterior.weights, (joint.means * scale).softmax(-1))
     assert_close(posterior(x[:7]), probs, "float64")
 
 
@@ -103,7 +105,7 @@ def test_marginals_in_regression_are_those_of_predict_in_the_units_of_the_target
     neutral = posterior.joint(x[:7])
     prediction = posterior.predict(x[:7])
     assert_close(neutral.mean, prediction.mean, "float64")
-    assert_close(torch.einsum("k,knd->nd", posterior.weights, neutral.variances), prediction.within, "float64")
+    assert_close(torch.einsum("k,nkd->nd", posterior.weights, neutral.variances), prediction.within, "float64")
     diagonal = torch.stack([neutral.covariance(d).diagonal() for d in range(4)], 1)
     assert_close(diagonal, prediction.epistemic, "float64")
     assert_close(neutral.noises, prediction.component_noise, "float64")
@@ -121,8 +123,8 @@ def test_the_density_of_targets_is_that_of_the_mixture_of_normals():
     joint = settled(posterior).joint(x[:5])
     logs = []
     for k, weight in enumerate(posterior.weights):
-        covariance = joint.covariances()[k].reshape(20, 20) + torch.diag(joint.noises[k].flatten())
-        normal = torch.distributions.MultivariateNormal(joint.means[k].flatten(), covariance)
+        covariance = joint.covariances()[k].reshape(20, 20) + torch.diag(joint.noises[:, k].flatten())
+        normal = torch.distributions.MultivariateNormal(joint.means[:, k].flatten(), covariance)
         logs.append(weight.log() + normal.log_prob(y[:5].flatten()))
     assert_close(joint.log_prob(y[:5]), torch.stack(logs).logsumexp(0), "float64")
     with pytest.raises(DataError):
@@ -135,8 +137,8 @@ def test_the_joint_density_is_bayes_rule_in_sequence():
     joint = posterior.alone(0).joint(x[:6])
     total = 0.0
     for output in range(4):
-        mean = joint.means[0, :, output]
-        covariance = joint.output_covariances(output)[0] + torch.diag(joint.noises[0, :, output])
+        mean = joint.means[:, 0, output]
+        covariance = joint.output_covariances(output)[0] + torch.diag(joint.noises[:, 0, output])
         for index in range(6):
             before = slice(index)
             gain = torch.linalg.solve(covariance[before, before], covariance[before, index])
@@ -168,7 +170,7 @@ def test_samples_have_the_moments_of_the_mixture(structure, likelihood):
         assert float(scores.abs().max()) < 4.5
     if likelihood is GAUSSIAN:
         draws = joint.sample(20_000, noise=True, generator=torch.Generator().manual_seed(2)).flatten(1)
-        noise = torch.einsum("k,knd->nd", posterior.weights, joint.noises).flatten()
+        noise = torch.einsum("k,nkd->nd", posterior.weights, joint.noises).flatten()
         for scores in standard_scores(
             draws, joint.mean.flatten(), joint.covariance().reshape(12, 12) + torch.diag(noise)
         ):

@@ -155,7 +155,6 @@ KINDS = {
     "binary": (1, (TARGETS[:, 0] > 0).long(), "bernoulli", (*FIELDS, "label", "confidence")),
     "regression": (3, TARGETS, "gaussian", ("mean", "std", "variance", "within", "between", "ood_score", "distance")),
 }
-MEMBERS_FIRST = ("logit_mean", "logit_variance")
 
 
 @pytest.fixture(params=KINDS)
@@ -166,8 +165,7 @@ def kind(request):
 
 
 def rows(prediction, field, index):
-    values = getattr(prediction, field)
-    return values[:, index] if field in MEMBERS_FIRST else values[index]
+    return getattr(prediction, field)[index]
 
 
 def close(first, second):

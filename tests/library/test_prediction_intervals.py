@@ -12,9 +12,10 @@ from tests.closeness import assert_close
 
 
 def mixture(means, scale):
-    """A prediction with components (K, n, D), and equal weights."""
+    """A prediction with components (K, n, D), given one by one, and equal weights."""
     variance = scale.square().expand_as(means)
-    fields = {"component_mean": means, "component_variance": variance, "component_noise": variance}
+    variance = variance.transpose(0, 1)
+    fields = {"component_mean": means.transpose(0, 1), "component_variance": variance, "component_noise": variance}
     return mola.RegressionPrediction(fields, weights=torch.full((len(means),), 1 / len(means), dtype=torch.float64))
 
 

@@ -55,7 +55,7 @@ def scale_noise(ensemble: MoLA, val_loader: Iterable[Any] | HeldOut) -> MoLA:
     means, noises = prediction.component_mean, prediction.component_noise
     targets = data.labels
     assert targets is not None  # `read` requires them
-    if bool((means == targets).all(1).any()):
+    if bool((means == targets[:, None]).all(0).any()):
         raise DataError(
             "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "
             "mola.likelihoods.Gaussian(noise=...)."

@@ -180,7 +180,7 @@ def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood 
             )
         probs = as_probabilities(outputs["probs"], mixture.likelihood, "the output")
         if "ood_score" not in outputs:
-            return prediction_of(probs[None], mixture.weights, mixture.likelihood)
+            return prediction_of(probs[:, None], mixture.weights, mixture.likelihood)
         ood_score = as_tensor(outputs["ood_score"]).flatten()
         if len(ood_score) != len(probs) or bool(ood_score.isnan().any()):
             raise DataError(

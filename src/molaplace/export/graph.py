@@ -188,7 +188,6 @@ class PosteriorGraph(nn.Module):
         # Runtimes differ in whether a maximum or a ReLU keeps NaN, so marks are set on the outputs.
         marks = {"label": -1, "ood_score": torch.inf}
         for name, values in fields.items():
-            axis = type(prediction).axes.get(name, 0)
-            shape = [1] * axis + [-1] + [1] * (values.dim() - axis - 1)
-            fields[name] = torch.where(invalid.reshape(shape), marks.get(name, torch.nan), values)
+            mask = invalid.reshape(-1, *[1] * (values.dim() - 1))
+            fields[name] = torch.where(mask, marks.get(name, torch.nan), values)
         return fields

@@ -116,7 +116,7 @@ class LoadedExport:
         """
         likelihood = LIKELIHOODS[self.document["likelihood"]]()
         regression = not likelihood.classification
-        needed = ["ood_score", *(name for name in RegressionPrediction.axes if "component" in name)]
+        needed = ["ood_score", *(name for name in RegressionPrediction.names if "component" in name)]
         missing = [name for name in (needed if regression else ["probs", "ood_score"]) if name not in outputs]
         if missing:
             raise DataError(
