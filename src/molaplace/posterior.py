@@ -292,11 +292,19 @@ class MoLA(LaplaceMixture):
             mixture, components = bounds.confidence_bounds(
                 self.members(self.project(rows)), rows.phi, self._trained_weights(rows), self.link, self.settings
             )
-            return {"bound": mixture, "component_bound": components.transpose(0, 1)}
+            by_input = components.transpose(0, 1)  # (m, K) or, for multi-label data, (m, K, C)
+            return {"bound": mixture, "component_bound": by_input[..., None] if by_input.dim() == 2 else by_input}
 
         captured = self.capture(one_batch(inputs))
         captured.check_finite()  # otherwise the bound would be finite even though there is no prediction
-        return self.by_rows(captured, compute)["component_bound" if lemma else "bound"]
+        bounds_of_rows = self.by_rows(captured, compute)
+        if not lemma:
+            return bounds_of_rows["bound"]
+        components = bounds_of_rows["component_bound"]
+        if not self.likelihood.mutually_exclusive:
+            return components
+        channels_first = captured.layout.sizes and captured.layout.axis == 1
+        return components.squeeze(2 if channels_first else -1)
 
     @torch.no_grad()
     def far_field_limit(self, inputs: Inputs) -> Tensor:

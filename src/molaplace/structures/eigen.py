@@ -89,13 +89,13 @@ class EigenCurvature(LayerCurvature):
         """Return `sum_r L_cr L_dr sum_p z_p z'_p / Pi_rp`."""
         rows, columns = self.inverse(precision)
         if self.left is None:
-            by_output = torch.einsum("...np,cp,...mp->...nmc", z, rows[outputs], other)
+            by_output = _weighted_products(z, rows[outputs], other).movedim(-3, -1)
             matrices = centred_diagonal(by_output) if centred and self.hidden else torch.diag_embed(by_output)
             return matrices.movedim(-2, -3)
         visible = self._visible(centred=centred)
         left = self.left[outputs, visible]
         if columns is None:
-            along = torch.einsum("...np,rp,...mp->...rnm", z, rows[visible], other)
+            along = _weighted_products(z, rows[visible], other)
             return torch.einsum("cr,...rnm,dr->...ncmd", left, along, left)
         return torch.einsum("...nm,cd->...ncmd", (z * columns[:, 0]) @ other.mT, (left * rows[visible, 0]) @ left.T)
 
@@ -141,3 +141,8 @@ class EigenCurvature(LayerCurvature):
         rows, columns = self.inverse(precision)
         weights = rows if self.left is None else self.left.square() @ rows
         return weights.amin(1) if columns is None else weights[:, 0] * columns.min()
+
+
+def _weighted_products(z: Tensor, weights: Tensor, other: Tensor) -> Tensor:
+    # Return `sum_p w_rp z_p z'_p` (..., R, n, m) for all pairs of data. An einsum of three factors would fix the batch size of a trace.
+    return (z[..., None, :, :] * weights[:, None]) @ other[..., None, :, :].mT
