@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from molaplace.network import state_checksum
+from molaplace.network import checksum_of, state_of
 
 
 def checksum(*parts: Any) -> str:
@@ -26,4 +26,4 @@ def data_checksum(inputs: Tensor, labels: Tensor) -> str:
 
 def network_checksum(network: nn.Module, architecture: str) -> str:
     """Return a checksum of the name of a network's architecture and of its weights."""
-    return checksum(architecture, state_checksum(network))
+    return checksum(architecture, checksum_of(state_of(network)))

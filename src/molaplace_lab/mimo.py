@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from molaplace.errors import DataError, OptionError
-from molaplace.network import state_checksum
+from molaplace.network import checksum_of, state_of
 from molaplace.progress import no_progress
 from molaplace_lab.activations import Network
 from molaplace_lab.activations_file import StoredActivations
@@ -259,7 +259,7 @@ def train_mimo(
         "input_repetition": input_repetition,
         "steps": steps,
         "optimiser": [type(optimiser_of_network).__name__, repr(groups)],
-        "network": state_checksum(network),
+        "network": checksum_of(state_of(network)),
     }
 
     def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from tqdm.auto import tqdm
 
 from molaplace.errors import OptionError
-from molaplace.network import state_checksum
+from molaplace.network import checksum_of, state_of
 from molaplace.options import one_of
 from molaplace_lab.activations import Network
 from molaplace_lab.context import RESUMED, Context, Predictor, StoredPrediction
@@ -204,7 +204,7 @@ def fit_moments(
 
     identity = {
         "settings": [learning_rate, momentum, weight_decay, rank, seed, loss],
-        "network": state_checksum(network),
+        "network": checksum_of(state_of(network)),
     }
     epoch_indices = remaining_epochs(
         None if checkpoint is None else TrainingCheckpoint(checkpoint, identity),

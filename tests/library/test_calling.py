@@ -21,7 +21,7 @@ from molaplace.network import (
     Resized,
     as_batch,
     call,
-    state_checksum,
+    state_checksums,
 )
 from tests.closeness import assert_close
 
@@ -63,7 +63,7 @@ def test_threads_predict_as_one_does_and_leave_the_networks_as_they_were(compile
     networks = [dropping(0), dropping(1)]
     networks[1][3] = networks[0][3]  # part of both
     flags = [training_flags(network) for network in networks]
-    checksums = [state_checksum(network) for network in networks]  # of the statistics too
+    checksums = state_checksums(networks)  # of the statistics too
     passed = [torch.compile(networks[0], backend="eager"), networks[1]] if compiled else networks
     posterior = mola.fit(passed, [(X, Y)])
     predictors = [posterior, mola.fit(passed[1], [(X, Y)], link="mc"), mola.ensemble(passed)]
@@ -91,7 +91,7 @@ def test_threads_predict_as_one_does_and_leave_the_networks_as_they_were(compile
     finally:
         sys.setswitchinterval(switch)
     assert [training_flags(network) for network in networks] == flags
-    assert [state_checksum(network) for network in networks] == checksums
+    assert state_checksums(networks) == checksums
 
 
 def test_the_part_before_the_last_layer_may_be_compiled():
@@ -260,7 +260,7 @@ def test_logits_are_picked_from_any_output():
 
     network = Scores(5, 3).double()
     assert call(LogitsOf(network, pick), {"input": X}).shape == (6, 3)
-    assert state_checksum(LogitsOf(network, pick)) == state_checksum(network)
+    assert state_checksums([LogitsOf(network, pick)]) == state_checksums([network])
     with pytest.raises(DataError, match="Scores failed on inputs"):
         call(LogitsOf(network, pick), {"input": X[:, :3]})
     body = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
@@ -273,9 +273,9 @@ def test_logits_are_picked_from_any_output():
 
 def test_the_checksum_depends_on_buffers_too():
     network = nn.BatchNorm1d(3)
-    before = state_checksum(network)
+    before = state_checksums([network])
     network.running_var.add_(1e-9)
-    assert state_checksum(network) != before
+    assert state_checksums([network]) != before
 
 
 def test_the_same_network_twice_is_warned_of():

@@ -18,7 +18,6 @@ from molaplace.network.calling import (
     one_batch,
     peek,
     run,
-    state_checksum,
     state_of,
     unwrapped,
     without_autocast,
@@ -40,7 +39,7 @@ from molaplace.network.head import Head, find_head, head_by_name
 from molaplace.network.next_tokens import check_positions_labelled, labels_of_logits
 from molaplace.network.resized import Resized
 from molaplace.network.token_choice import TokenChoice, token_ids
-from molaplace.network.views import StateChecksums, adapters, changed_part, state_checksums
+from molaplace.network.views import StateChecksums, adapters, changed_part, checksum_of, state_checksums
 
 __all__ = [
     "IGNORE_INDEX",
@@ -75,6 +74,7 @@ __all__ = [
     "check_network",
     "check_positions",
     "check_positions_labelled",
+    "checksum_of",
     "drawn_positions",
     "evaluating",
     "find_head",
@@ -87,7 +87,6 @@ __all__ = [
     "one_batch",
     "peek",
     "run",
-    "state_checksum",
     "state_checksums",
     "state_of",
     "stream",

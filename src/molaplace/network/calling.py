@@ -8,7 +8,6 @@ labels, so every element of a tuple is a positional argument.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import threading
 import traceback
@@ -71,6 +70,12 @@ def gradients_of(inputs: Inputs) -> AbstractContextManager[object]:
 # --- batches and loaders ----------------------------------------------------------------------------------------------
 
 
+INPUTS = (
+    "Inputs are tensors: numbers become one by torch.tensor(...), and texts by tokenizer(texts, padding=True, return_tensors='pt'). "
+    "Combine several inputs in a tuple: ((first, second), labels)."
+)
+
+
 def as_batch(raw: Any, batch_name: str) -> Batch:
     """Split a loader's batch into inputs and labels; messages name the batch, as in "batch 3 of the loader"."""
     inputs = raw
@@ -87,16 +92,8 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
         inputs = raw[0]
         labels = raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):
-        size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
-        numbers = isinstance(raw, list) and not any(map(torch.is_tensor, raw))
-        remedy = (
-            "Pass torch.tensor(...)." if numbers else "Combine several inputs in a tuple: ((first, second), labels)."
-        )
-        if _is_text(raw):
-            remedy = TEXTS
         raise DataError(
-            f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
-            f"{type(raw).__name__}{size}. {remedy}",
+            f"expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got {_described(raw)}. {INPUTS}",
             place=batch_name,
         )
     if any(isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 0 for tensor in tree_leaves(inputs)):
@@ -105,29 +102,27 @@ def as_batch(raw: Any, batch_name: str) -> Batch:
         try:
             labels = torch.as_tensor(labels, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
-            names = " of names. Number the classes in the order of the outputs" if _is_text(list(labels)) else ""
             raise DataError(
-                f"labels must be a tensor or array of class indices, got {type(labels).__name__}{names}.",
+                f"labels must be a tensor or array of class indices, got {_described(labels)}. Number classes that have names in the "
+                f"order of the outputs.",
                 place=batch_name,
             ) from error
     return Batch(inputs, labels)
 
 
-TEXTS = "Networks read token numbers, not texts: tokenizer(texts, padding=True, return_tensors='pt') gives one batch."
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], str))
+def _described(value: Any) -> str:
+    # Return the type and the length, as in "list of length 3 with str".
+    if not isinstance(value, (list, tuple)) or not value:
+        return type(value).__name__
+    return f"{type(value).__name__} of length {len(value)} with {type(value[0]).__name__}"
 
 
 def one_batch(inputs: Inputs) -> Inputs:
     """Return `inputs` unchanged; raise `DataError` for a list, which counts as an iterable of batches."""
     if isinstance(inputs, list):
-        if _is_text(inputs):
-            raise DataError(f"expected one batch, got a list of texts. {TEXTS}")
         raise DataError(
-            "expected one batch, got a list, which counts as an iterable of batches. For several batches, use predict. One batch is a "
-            "tensor, a tuple of positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
+            f"expected one batch, got a {_described(inputs)}, which counts as an iterable of batches. For several batches, use predict. "
+            f"One batch is a tensor, a tuple of positional arguments or a mapping of keyword arguments; instead of [x, y], pass x. {INPUTS}"
         )
     return inputs
 
@@ -295,41 +290,42 @@ def signature_of(network: nn.Module) -> inspect.Signature:
     return inspect.signature(network.forward)
 
 
+def transformers_models(network: nn.Module) -> list[Any]:
+    """Return the models of transformers in a network, the outermost first."""
+    return [
+        module for module in network.modules() if "PreTrainedModel" in {kind.__name__ for kind in type(module).__mro__}
+    ]
+
+
 def _check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: str) -> None:
-    # Raise DataError if a mapping without labels may hold them under another key, which models of transformers ignore.
+    # Raise DataError if a mapping without labels may hold them under another key: one of a collator or, in models of transformers that
+    # accept any keys, integers that are not read, one or a row for each input.
     if batch.labels is not None or not isinstance(batch.inputs, Mapping):
         return
+    tensors = {key: value for key, value in batch.inputs.items() if isinstance(value, Tensor)}
+    of_tokenizers = ("length", "overflow_to_sample_mapping")
     for network in networks:
-        keys = [key for key in ("label", "label_ids") if key in batch.inputs] or _ignored_keys(network, batch.inputs)
+        models = transformers_models(network)
+        kinds = {parameter.kind.name for parameter in signature_of(network).parameters.values()}
+        read = {name for module in (network, *models) for name in signature_of(module).parameters}
+        size = next((len(value) for key, value in tensors.items() if key in read and value.dim()), None)
+        ignored = [
+            key
+            for key, value in tensors.items()
+            if models
+            and "VAR_KEYWORD" in kinds
+            and value.dim() in (1, 2)
+            and len(value) == size
+            and not (key in read or key in of_tokenizers or key.endswith(("_mask", "token_type_ids", "position_ids")))
+            and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        ]
+        keys = [key for key in ("label", "label_ids") if key in batch.inputs] or ignored
         if keys:
             raise DataError(
                 f"the mapping has no {LABELS!r}, and {type(bare(network)).__name__} would ignore its key {keys[0]!r}. Rename the key "
                 f"if it holds the labels, as DataCollatorWithPadding of transformers does with 'label'. Otherwise, remove it.",
                 place=batch_name,
             )
-
-
-def _ignored_keys(network: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    # Return the keys of integers, one or a row for each input, that models of transformers accept by **kwargs without reading them.
-    kinds = "".join(parameter.kind.name for parameter in signature_of(network).parameters.values())
-    models = [
-        module for module in network.modules() if "PreTrainedModel" in {kind.__name__ for kind in type(module).__mro__}
-    ]
-    if "VAR_KEYWORD" not in kinds or not models:
-        return []
-    arguments = {name for module in (network, *models) for name in signature_of(module).parameters}
-    size = next((len(value) for key, value in inputs.items() if key in arguments and isinstance(value, Tensor)), None)
-    return [
-        key
-        for key, value in inputs.items()
-        if key not in arguments
-        and key not in ("length", "overflow_to_sample_mapping")  # of tokenizers
-        and not key.endswith(("_mask", "token_type_ids", "position_ids"))
-        and isinstance(value, Tensor)
-        and value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-        and value.dim() in (1, 2)
-        and len(value) == size
-    ]
 
 
 def check_network(network: nn.Module) -> None:
@@ -362,22 +358,6 @@ def state_of(network: nn.Module) -> dict[str, Tensor]:
         state = bare(network).state_dict()
     # Skip the extra state of a module, which may be any object.
     return {plain_name(name): value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
-
-
-def checksum_of(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a state."""
-    digest = hashlib.sha256()
-    for name, value in state.items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        tensor = value.detach().cpu().resolve_conj().resolve_neg()
-        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def state_checksum(network: nn.Module) -> str:
-    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a network's state dict."""
-    return checksum_of(state_of(network))
 
 
 @dataclass
@@ -471,9 +451,8 @@ def _output(network: nn.Module, inputs: Inputs) -> Any:
         failed = (
             f"{type(bare(network)).__name__} failed on inputs of {_describe(inputs)}{_failed_layer(network, error)}"
         )
-        misfit = _misfit(network, inputs)
-        remedy = misfit or _reading(network, inputs)
-        if not misfit and not _raised_by_torch(error):
+        remedy, unsuitable = _remedy(network, inputs)
+        if not unsuitable and not _raised_by_torch(error):
             error.add_note(f"{failed}.{remedy}")
             raise
         raise DataError(
@@ -513,38 +492,35 @@ def _failed_layer(network: nn.Module, error: Exception) -> str:
     return f", in its layer {layer!r}" if layer else ""
 
 
-def _misfit(network: nn.Module, inputs: Inputs) -> str:
-    # What to do about inputs of a wrong type or number, which explain any error; empty if there are none.
+def _remedy(network: nn.Module, inputs: Inputs) -> tuple[str, bool]:
+    # Return what to do about inputs on which a network failed, and whether their type or number explains any error.
     leaves = tree_leaves(inputs)
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return " Convert arrays to tensors with torch.from_numpy(inputs)."
-    if any(hasattr(leaf, "to_numpy") for leaf in leaves):
-        return " Convert data frames to tensors with torch.tensor(inputs.to_numpy(), dtype=torch.float32)."
+    if any(isinstance(leaf, np.ndarray) or hasattr(leaf, "to_numpy") for leaf in leaves):
+        return (
+            " Convert arrays with torch.from_numpy(inputs), and data frames with torch.tensor(inputs.to_numpy()).",
+            True,
+        )
     input_dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     weight_dtypes = [leaf.dtype for leaf in network.parameters() if leaf.is_floating_point()]
     if input_dtypes and weight_dtypes and not set(input_dtypes) & set(weight_dtypes):
         return (
             f" The weights are {weight_dtypes[0]}, but the inputs are {input_dtypes[0]}. Use inputs.to({weight_dtypes[0]}) or "
             f"network.to({input_dtypes[0]})."
-        )
-    arguments = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    if isinstance(inputs, Mapping) or takes(network, arguments, {}):
-        return ""
-    return f" Its forward accepts {list(signature_of(network).parameters)}.{_reading(network, inputs)}"
-
-
-def _reading(network: nn.Module, inputs: Inputs) -> str:
-    # How several inputs become arguments of the network; empty for one tensor.
-    if isinstance(inputs, tuple) and len(inputs) > 1:
-        return (
-            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
-            "labels, pass only the inputs."
-        )
-    if not isinstance(inputs, Mapping) or takes(network, (), inputs):
-        return ""
+        ), True
     parameters = list(signature_of(network).parameters)
-    unknown = [key for key in inputs if key not in parameters]
-    return f" Keys become keyword arguments of forward, which accepts {parameters} but not {unknown}. Pass labels under {LABELS!r}."
+    if isinstance(inputs, Mapping):
+        unknown = [key for key in inputs if key not in parameters]
+        keys = f" Keys become keyword arguments of forward, which accepts {parameters} but not {unknown}. Pass labels under {LABELS!r}."
+        return "" if takes(network, (), inputs) else keys, False
+    several = (
+        " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the labels, pass "
+        "only the inputs."
+        if isinstance(inputs, tuple) and len(inputs) > 1
+        else ""
+    )
+    if takes(network, inputs if isinstance(inputs, (tuple, list)) else (inputs,), {}):
+        return several, False
+    return f" Its forward accepts {parameters}.{several}", True
 
 
 def _describe(inputs: Inputs) -> str:

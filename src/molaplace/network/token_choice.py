@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, HeadError, OptionError
-from molaplace.network.calling import Batch, call, evaluating, takes
+from molaplace.network.calling import Batch, call, evaluating, takes, transformers_models
 from molaplace.network.head import hooked, linear_errors
 from molaplace.numerics import to_float64
 
@@ -27,13 +27,10 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 def causal_language_model(network: nn.Module) -> Any:
     """Return the outermost model of transformers in a network if it is a causal language model, and None otherwise."""
-    model: Any
-    for model in network.modules():
-        classes = [kind.__name__ for kind in type(model).__mro__]
-        if "PreTrainedModel" in classes:
-            encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
-            return None if encoder_decoder or not any(name.endswith(CAUSAL) for name in classes) else model
-    return None
+    model: Any = next(iter(transformers_models(network)), None)
+    if model is None or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    return model if any(kind.__name__.endswith(CAUSAL) for kind in type(model).__mro__) else None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ it is, and views may be called from several threads.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError, warn
-from molaplace.network.calling import Branch, bare, checksum_of, plain_name, state_of, unwrapped
+from molaplace.network.calling import Branch, bare, plain_name, state_of, unwrapped
 from molaplace.network.token_choice import TokenChoice
 from molaplace.options import did_you_mean
 
@@ -232,9 +233,15 @@ def _check_unmerged(layers: Sequence[Any], *_: Any) -> None:
 # --- checksums ----------------------------------------------------------------------------------------------------------
 
 
-def parts_of(module: nn.Module) -> Parts:
-    """Return the parts of a `Branch`, a `TokenChoice`, or otherwise a layer or network with adapters."""
-    return PARTS.get(type(module), ADAPTED)
+def checksum_of(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a state."""
+    digest = hashlib.sha256()
+    for name, value in state.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class StateChecksums(NamedTuple):
@@ -248,18 +255,20 @@ class StateChecksums(NamedTuple):
 
 def state_checksums(networks: Iterable[nn.Module]) -> list[StateChecksums]:
     """Return the checksums of the networks' states. A backbone that several networks share is read once."""
-    pairs = [_divided_state(network) for network in networks]
+    pairs = [
+        _divided_state(network) for network in networks
+    ]  # all tensors live until the end, so that their addresses differ
     states = {_identity(state): state for pair in pairs for state in pair}
     checksums = {identity: checksum_of(state) for identity, state in states.items()}
     return [
-        StateChecksums(checksums[_identity(backbone)], checksums[_identity(adapter)] if adapter else None)
-        for backbone, adapter in pairs
+        StateChecksums(checksums[_identity(shared)], checksums[_identity(rest)] if rest else None)
+        for shared, rest in pairs
     ]
 
 
 def changed_part(network: nn.Module, current: StateChecksums, expected: StateChecksums) -> tuple[str, str]:
     """Return which weights of a network differ, as the subject of a sentence, and the clause that names an unchanged part or is empty."""
-    parts = parts_of(bare(network))
+    parts = PARTS.get(type(bare(network)), ADAPTED)
     if expected.adapter is None or current.adapter is None:
         return "the weights", ""
     if current.network == expected.network:
@@ -286,18 +295,17 @@ def _divided_state(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Ten
     for module_name, module in bare(network).named_modules(remove_duplicate=False):
         name = plain_name(module_name)
         if hasattr(module, "adapter_layer_names") or type(module) in PARTS:
-            shared_modules[name] = parts_of(module).modules
+            shared_modules[name] = PARTS.get(type(module), ADAPTED).modules
         if "modules_to_save" in dict(module.named_children()):
             # The layer that the adapter's copy replaces is often initialised at random, and is never run.
             state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.original_module.")}
 
-    def in_backbone(name: str) -> bool:
+    def is_shared(entries: list[str]) -> bool:
         # In every module with a shared part on the way from the network to the tensor, the tensor lies in the shared part.
-        entries = name.split(".")
         prefixes = [".".join(entries[:depth]) for depth in range(len(entries))]
         return all(
-            entry in shared_modules.get(prefix, (entry,)) for prefix, entry in zip(prefixes, entries, strict=True)
+            entry in shared_modules.get(prefix, entries) for prefix, entry in zip(prefixes, entries, strict=True)
         )
 
-    backbone = {name: tensor for name, tensor in state.items() if in_backbone(name)}
-    return backbone, {name: tensor for name, tensor in state.items() if name not in backbone}
+    shared = {name: tensor for name, tensor in state.items() if is_shared(name.split("."))}
+    return shared, {name: tensor for name, tensor in state.items() if name not in shared}
