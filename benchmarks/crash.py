@@ -68,7 +68,7 @@ def digest(*parts: Any) -> str:
 
 
 def posterior_state() -> dict[str, str]:
-    if not Path("posterior", "posterior.json").exists():
+    if not Path("posterior", "posterior.safetensors").exists():
         return {}
     loaded = mola.load("posterior", networks())
     return {"posterior": digest(loaded(batches(9, 40)[0][0]).detach(), loaded.log_evidence())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +20,13 @@ from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Job
 from molaplace.cli.predict import PredictOptions
 from molaplace.images import NORMALISATIONS, Preparation
-from molaplace.saving.schema import sealed
 from molaplace.saving.weights import save_weights
+from tests import saved_files
 
 
 def with_job(folder: Path, text: str) -> Path:
     """A posterior's folder with another job in both of its files, sealed, as anyone who makes a folder can write it."""
-    path = folder / "posterior.json"
-    document = json.loads(path.read_text())
-    job = document["job"] | tomllib.loads(text)
-    path.write_text(json.dumps(sealed(document | {"job": job})))
+    saved_files.edit(folder / "posterior.safetensors", lambda document, _: document["job"].update(tomllib.loads(text)))
     (folder / "job.toml").write_text(text)
     return folder
 

@@ -30,7 +30,8 @@ from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
 from molaplace.network import TokenChoice
 from molaplace.posterior import MoLA
-from molaplace.saving.files import LOCK, MARKER, Marker, replacing, write_document
+from molaplace.saving import posterior as saved_posterior
+from molaplace.saving.files import LOCK, MARKER, Marker, encode, file_name, replacing
 from molaplace.saving.posterior import load_posterior, pack
 from molaplace.saving.pretrained import load_pretrained, read_config
 from molaplace.saving.schema import Optional, check
@@ -106,7 +107,9 @@ def save(
         ]
         for role, helper in helpers.items():
             helper.save_pretrained(new / role)
-        write_document(new / "posterior", *pack(posterior))
+        path = new / "posterior" / file_name(saved_posterior.KIND)
+        path.parent.mkdir()
+        path.write_bytes(encode(*pack(posterior)))
         needs_build = not all(network["from_pretrained"] for network in networks)
         kind = type(posterior.networks[0]).__name__
         task = card.get("pipeline_tag", next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None))

@@ -11,7 +11,7 @@ from torch import nn
 from molaplace.errors import OptionError, StorageError
 from molaplace.fitting import Logits, Tokens, as_networks
 from molaplace.laplace_mixture import LaplaceMixture
-from molaplace.saving.files import kind_of
+from molaplace.saving.files import file_name
 from molaplace.saving.posterior import load_posterior
 
 
@@ -50,6 +50,6 @@ def load(
     models = None if networks is None else as_networks(networks, logits, tokens, tokenizer)
     if models is None or hub.is_hub_folder(directory):
         return hub.load(directory, models)
-    if kind_of(directory) == "whole-posterior":
+    if Path(directory, file_name(whole.files.KIND)).exists():
         return whole.load(directory, models)
     return load_posterior(directory, models)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -157,11 +157,6 @@ class Settings:
         """Return the settings as a JSON-serialisable dictionary, keyed by name."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
-    @staticmethod
-    def from_json(entry: dict[str, Any]) -> Settings:
-        """Rebuild settings from a dictionary returned by `as_json`."""
-        return Settings(*(entry[setting.name] for setting in fields(Settings)))
-
     def changed(self) -> dict[str, Any]:
         """Return the settings that act on the logits and differ from their neutral values, keyed by name."""
         return {
@@ -219,18 +214,3 @@ class Reference:
         far_field, (_, deviation), distance = self.score
         mean = sum(weight * energy for weight, energy in zip(weights.tolist(), self.energies, strict=True))
         return far_field, (mean, deviation), distance
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the reference as a JSON-serialisable dictionary."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(entry: dict[str, Any]) -> Reference:
-        """Rebuild the reference from the dictionary returned by `as_json`."""
-        score = entry["score"]
-        energies = entry["energies"]
-        return Reference(
-            tuple(FeatureScale(float(distance), float(norm)) for distance, norm in entry["scales"]),
-            None if score is None else tuple((float(mean), float(deviation)) for mean, deviation in score),
-            None if energies is None else tuple(float(energy) for energy in energies),
-        )

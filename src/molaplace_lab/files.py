@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from molaplace.errors import StorageError
 from molaplace.saving.files import partial_file, write_atomically
-from molaplace.saving.schema import check_seal, sealed
+
+SEAL = "sha256"
+"""Name of the entry of a document that holds the checksum of all other entries."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
@@ -37,7 +40,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document with a checksum of its content. One line per entry keeps files small and diffs readable."""
-    entries = sealed(document).items()
+    plain = json.loads(json.dumps(document))  # as read back from the file, with tuples as lists and keys as strings
+    entries = {**plain, SEAL: _checksum(plain)}.items()
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in entries]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
@@ -50,7 +54,8 @@ def read_document(path: Path, kind: str, version: int) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_bytes())
-        check_seal(document, path)
+        if document.get(SEAL) != _checksum(document):
+            raise StorageError("its content does not match its checksum")
         if (document["format"], document["version"]) != (kind, version):
             raise StorageError(
                 f"{path} has the format {document['format']!r} {document['version']}; expected {kind!r} {version}."
@@ -60,3 +65,8 @@ def read_document(path: Path, kind: str, version: int) -> dict[str, Any]:
             f"{path} cannot be read ({error}). Delete it and run the command again. The other records are kept."
         ) from error
     return document
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in document.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

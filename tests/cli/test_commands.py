@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import molaplace as mola
+from tests import saved_files
 from tests.cli.fitted_folders import run
 from tests.library.problems import blob_loader, trained
 
@@ -43,24 +44,25 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, t
     folder = tmp_path / "posterior"
     assert "replaces" not in mola_command(*arguments(workspace, folder))[1]
     assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(workspace, folder))[1].split())
-    document = json.loads((folder / "posterior.json").read_text())
-    (folder / "posterior.json").unlink()
+    file = folder / "posterior.safetensors"
+    content = file.read_bytes()
+    file.unlink()
     assert mola_command(*arguments(workspace, folder, "--quiet"))[0] == 0, (
         "what an interrupted fit leaves is no obstacle"
     )
     strangers = {
-        "contains other files (posterior.json)": {"posterior.json": json.dumps(document)},
-        "contains other files (notes.txt)": {"notes.txt": "mine"},
+        "contains other files (posterior.safetensors)": {"posterior.safetensors": content},
+        "contains other files (notes.txt)": {"notes.txt": b"mine"},
     }
     for index, (words, files) in enumerate(strangers.items()):
         folder = tmp_path / str(index)
         folder.mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
         code, out, err = mola_command(*arguments(workspace, folder))
         assert (code, out) == (1, "")
         assert words in err
-        assert {path.name: path.read_text() for path in folder.iterdir()} == files
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
 def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, mola_command, tmp_path):
@@ -80,7 +82,7 @@ def test_info_for_people_and_for_programs_notices_damage(workspace, posterior, m
     assert (code, err) == (0, "")
     assert len(json.loads(out)["components"]) == 3
     damaged = shutil.copytree(posterior, tmp_path / "damaged")
-    (file,) = damaged.glob("tensors-*.safetensors")
+    file = damaged / "posterior.safetensors"
     file.write_bytes(file.read_bytes() + b"x")
     code, _, message = mola_command("info", damaged)
     assert code == 1
@@ -162,15 +164,13 @@ def test_every_run_is_repeated_from_its_file_and_flags_win(workspace, posterior,
     again = tmp_path / "again"
     other = tmp_path / "other"
     assert mola_command("fit", "--config", posterior / "job.toml", "--trust", "--output", again, "--quiet")[0] == 0
-    first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (posterior, again))
-    for document in (first, second):
-        del document["sha256"], document["tensors"]["file"]  # the name of the file of tensors is random
-    assert first == second, "to the last bit, checksum of the tensors included"
+    first, second = ((folder / "posterior.safetensors").read_bytes() for folder in (posterior, again))
+    assert first == second, "to the last bit"
     assert (
         mola_command("fit", "--config", posterior, "--trust", "--structure", "diag", "--output", other, "--quiet")[0]
         == 0
     )
-    assert json.loads((other / "posterior.json").read_text())["structure"]["name"] == "diag"
+    assert saved_files.read(other / "posterior.safetensors")[0]["structure"]["name"] == "diag"
 
     original = tmp_path / "one.csv"
     repeated = tmp_path / "two.csv"

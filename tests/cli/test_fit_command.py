@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -18,7 +17,7 @@ from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior, read_information
 from molaplace.cli.options import as_document, to_toml
 from molaplace.errors import DataError, OptionError, StorageError
-from molaplace.saving.schema import sealed
+from tests import saved_files
 from tests.closeness import assert_close
 from tests.workspace import CLASSES, job_for, run_fit, to_evaluate
 
@@ -193,11 +192,12 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
 )
 def test_a_garbled_result_is_named(fitted, tmp_path, name, value):
     copy = shutil.copytree(fitted.folder, tmp_path / "posterior")
-    path = copy / "posterior.json"
-    document = json.loads(path.read_text())
-    result = document["job"]["result"]
-    result[name] = result[name] | value if isinstance(value, dict) else value
-    path.write_text(json.dumps(sealed(document)))
+
+    def garble(document, _):
+        result = document["job"]["result"]
+        result[name] = result[name] | value if isinstance(value, dict) else value
+
+    saved_files.edit(copy / "posterior.safetensors", garble)
     with pytest.raises(StorageError, match=r"damaged|job|outputs"):
         open_posterior(copy, trust=True)
 

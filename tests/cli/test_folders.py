@@ -32,12 +32,12 @@ pytestmark = [
 QUIET = {"quiet": True}
 OPENED = {"posterior": Path("posterior"), "trust": True, **QUIET}
 ENTRIES = {
-    "posterior.save": "posterior.json",
-    "whole.save": "posterior.json",
-    "Watch.save": "posterior.json",
+    "posterior.save": "posterior.safetensors",
+    "whole.save": "whole-posterior.safetensors",
+    "Watch.save": "watch.safetensors",
     "hub.save": "config.json",
     "hub.push": "config.json",
-    "fit": "posterior.json",
+    "fit": "posterior.safetensors",
     "evaluate": "index.html",
     "demo": "index.html",
     "watch": "watch.html",
@@ -261,7 +261,7 @@ def test_one_kind_does_not_replace_another(door, folder, write):
     posterior(0).save(folder)
     assert "contains a saved posterior" in refused(folder, write, 0)
     write(folder, 0, overwrite=True)
-    assert not (folder / "posterior.json").exists()
+    assert not (folder / "posterior.safetensors").exists()
 
 
 def test_a_log_and_a_page_never_share_a_file(tmp_path):
@@ -285,8 +285,8 @@ def test_weights_of_an_earlier_fit_stay_with_the_fit_that_uses_them(tmp_path):
 def test_a_marker_cannot_claim_files_outside_its_folder(tmp_path):
     (tmp_path / "mine").write_text("mine")
     folder = posterior(0).save(tmp_path / "f")
-    checksum = files.Marker.read(folder / files.MARKER).files["posterior.json"][0]
-    shutil.copy(folder / "posterior.json", tmp_path / "copy")
+    checksum = files.Marker.read(folder / files.MARKER).files["posterior.safetensors"][0]
+    shutil.copy(folder / "posterior.safetensors", tmp_path / "copy")
     (folder / "link").symlink_to(tmp_path)
     names = ("../copy", "link/copy", str(tmp_path / "copy"))
     marker = (folder / files.MARKER).read_text()

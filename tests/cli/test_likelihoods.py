@@ -120,4 +120,4 @@ def test_wrong_use_is_refused_in_words(kind, case, tmp_path):
     outcome = fit(kind, "--output", tmp_path / "posterior", *WRONG_USE[case][1])
     assert outcome.exit_code != 0
     assert WRONG_USE[case][2] in f"{outcome.output}{outcome.exception}"
-    assert not (tmp_path / "posterior" / "posterior.json").exists()
+    assert not (tmp_path / "posterior" / "posterior.safetensors").exists()

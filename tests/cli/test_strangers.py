@@ -25,8 +25,8 @@ from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.imported import import_builder, import_function
 from molaplace.saving.posterior import load_posterior
 from molaplace.saving.pretrained import load_pretrained
-from molaplace.saving.schema import sealed
 from molaplace.saving.weights import load_weights
+from tests import saved_files
 from tests.workspace import job_for, run_fit, with_job
 
 
@@ -260,15 +260,15 @@ CONTROLS = "\x1b[2J\x9b31m\u202eevil\r\x07"
 
 
 def reseal(folder, **entries):
-    path = folder / "posterior.json"
-    document = json.loads(path.read_text())
-    for name, value in entries.items():
-        *way, last = name.split("__")
-        inner = document
-        for key in way:
-            inner = inner[key]
-        inner[last] = value
-    path.write_text(json.dumps(document | {"sha256": sealed(document)["sha256"]}))
+    def change(document, _):
+        for name, value in entries.items():
+            *way, last = name.split("__")
+            inner = document
+            for key in way:
+                inner = inner[key]
+            inner[last] = value
+
+    saved_files.edit(folder / "posterior.safetensors", change)
     return folder
 
 

@@ -44,7 +44,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     command = [*several, *options, "two"]
     done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "two" / "posterior.json").exists()
+    assert (tmp_path / "two" / "posterior.safetensors").exists()
     assert not (tmp_path / "kept").exists()
     expected = json.loads(single.stdout)
     document = json.loads(done.stdout)  # one document: one process printed

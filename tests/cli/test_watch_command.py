@@ -217,7 +217,7 @@ def test_damage_and_mistakes_are_refused_in_words(watch_command, tmp_path):
     tensors = next(state.glob("*.safetensors"))
     content = tensors.read_bytes()
     tensors.write_bytes(content[:-9])
-    refused("truncated or corrupt")
+    refused("changed since, so it is not replaced")
     tensors.write_bytes(content)
     with WatchLog(log, Watch.load(state)):
         refused("another process is writing")

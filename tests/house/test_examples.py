@@ -98,7 +98,7 @@ def test_digits(run, tmp_path):
     assert by_score[0] == by_confidence[0] == 50  # upright digits against themselves
     assert all(mixture > reference for mixture, reference in zip(by_score[1:], by_confidence[1:], strict=True))
     assert "same predictions after loading: True" in printed
-    assert (tmp_path / "example-results" / "digits-posterior" / "posterior.json").exists()
+    assert (tmp_path / "example-results" / "digits-posterior" / "posterior.safetensors").exists()
     assert drawn(tmp_path, "digits.png")
 
 

@@ -1,7 +1,6 @@
 """Views of one model: K adapters on one backbone, and K heads on one trunk, are K separate networks that share their weights."""
 
 import copy
-import json
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.errors import DataError, HeadError, MolaWarning, OptionError, StorageError
 from molaplace.network import views as views_module
+from tests import saved_files
 from tests.closeness import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -274,7 +274,7 @@ def test_a_posterior_belongs_to_its_adapters_and_its_backbone(tmp_path, monkeypa
     assert sum(tensor.numel() for state in hashed for tensor in state.values()) == sum(
         tensor.numel() for name, tensor in model.state_dict().items() if "original_module" not in name
     ), "the backbone is hashed once"
-    document = json.loads((tmp_path / "posterior.json").read_text())
+    document = saved_files.read(tmp_path / "posterior.safetensors")[0]
     assert len({part["network"] for part in document["components"]}) == 1
     assert len({part["adapter"] for part in document["components"]}) == 3
 

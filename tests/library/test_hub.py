@@ -167,7 +167,7 @@ def damage(folder, name, change):
         ),
         ("networks/1/model.safetensors", "remove", "1/model.safetensors cannot be read"),
         ("networks/0/model.safetensors", "flip", r"networks\[0\].*differ"),
-        ("posterior/posterior.json", "remove", "posterior.json cannot be read"),
+        ("posterior/posterior.safetensors", "remove", "posterior.safetensors cannot be read"),
     ],
 )
 def test_damage_is_noticed(tmp_path, posterior, name, change, words):
@@ -291,7 +291,7 @@ def test_a_posterior_is_uploaded_and_downloaded(server, posterior):
     assert 'mola.hub.load("me/insects", build)' in body
     hub.push(mola.fit(build(), [(X, Y)], progress=False), "me/insects")
     assert len(hub.load("me/insects", build, revision="main").networks) == 1
-    assert len(list((server / "me/insects/posterior").iterdir())) == 2
+    assert len(list((server / "me/insects/posterior").iterdir())) == 1
     for name, revision in (("me/birds", None), ("me/insects", "v2")):
         with pytest.raises(StorageError, match=r"cannot be downloaded.*404"):
             hub.load(name, build, revision=revision)

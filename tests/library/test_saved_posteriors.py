@@ -1,12 +1,10 @@
 """A saved posterior comes back bit for bit, on the networks it was fitted on and on no others."""
 
 import copy
-import hashlib
-import json
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import nn
 
 import molaplace as mola
@@ -17,10 +15,10 @@ from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
 from molaplace.saving.posterior import load_posterior, save_posterior
-from molaplace.saving.schema import sealed
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures import Diag, Full, Kron, KronDiag, KronExact
 from tests.closeness import assert_close
+from tests.saved_files import edit
 
 X = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(23) % 3
@@ -114,28 +112,21 @@ ROUND_TRIPS = {
 }
 
 
-def content_of(folder):
-    """The document without the random name of the tensors, and the bytes of the tensors."""
-    document = json.loads((folder / "posterior.json").read_text())
-    tensors = (folder / document["tensors"].pop("file")).read_bytes()
-    del document["sha256"]
-    return document, tensors
-
-
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_a_posterior_comes_back_bit_for_bit(name, tmp_path):
     options = dict(ROUND_TRIPS[name])
     networks = three(options.pop("outputs", 3))
     saved = posterior(networks, **options)
     folder = save_posterior(saved, tmp_path / "deep" / "folder")
-    before = content_of(folder)
+    (file,) = folder.glob("[!.]*")
+    before = file.read_bytes()
     loaded = load_posterior(str(folder), networks)
     assert_same(loaded, saved)
     assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
     assert_close(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score, "float64")
     assert loaded.save(folder) == folder
-    assert content_of(folder) == before
-    assert sorted(path.suffix for path in folder.glob("[!.]*")) == [".json", ".safetensors"]
+    assert [file.name] == ["posterior.safetensors"] == [path.name for path in folder.glob("[!.]*")]
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
@@ -216,23 +207,6 @@ def test_a_posterior_does_not_load_on_another_network(name, tmp_path):
 # --- edited files -------------------------------------------------------------------------------------------------------
 
 
-def edit(folder, change):
-    """Change the document and give it a checksum that is right, so that its content is checked."""
-    path = folder / "posterior.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(sealed(document)))
-
-
-def replace_tensor(folder, name, value):
-    (path,) = folder.glob("*.safetensors")
-    tensors = load(path.read_bytes())
-    tensors[name] = value
-    content = save({key: tensor for key, tensor in tensors.items() if tensor is not None})
-    path.write_bytes(content)
-    edit(folder, lambda document: document["tensors"].update(sha256=hashlib.sha256(content).hexdigest()))
-
-
 WRONG_SUMS = [torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"))]
 
 
@@ -244,7 +218,8 @@ WRONG_SUMS = [torch.eye(4), torch.eye(6).float(), torch.full((6, 6), float("nan"
 def test_replaced_tensors_are_refused(name, value, tmp_path):
     networks = three()
     posterior(networks).save(tmp_path)
-    replace_tensor(tmp_path, name, value)
+    path = tmp_path / "posterior.safetensors"
+    edit(path, lambda _, tensors: tensors.pop(name) if value is None else tensors.update({name: value}))
     with pytest.raises(StorageError, match=r"saved sums|Save the posterior again"):
         load_posterior(tmp_path, networks)
 

@@ -10,6 +10,7 @@ import torch
 import molaplace as mola
 from molaplace.errors import OptionError
 from molaplace.rules import Tuning
+from molaplace.saving.schema import from_json
 from molaplace.settings import Settings
 from tests.library.problems import data
 
@@ -29,7 +30,7 @@ def test_prior_precisions_are_one_number_for_each_network(precision):
 
 
 def test_json():
-    assert Settings.from_json(json.loads(json.dumps(SETTINGS.as_json()))) == SETTINGS
+    assert from_json(Settings, json.loads(json.dumps(SETTINGS.as_json()))) == SETTINGS
     assert SETTINGS.changed() == {"temperature": 0.7, "pooling": 0.25, "distance_exponent": 1.5, "onset": 1.2}
     assert replace(SETTINGS, distance_exponent=0.0).changed() == {"temperature": 0.7, "pooling": 0.25}
 

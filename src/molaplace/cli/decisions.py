@@ -30,7 +30,7 @@ from molaplace.errors import DataError, OptionError
 from molaplace.images import even_indices
 from molaplace.prediction import Field, RegressionPrediction
 from molaplace.saving import files
-from molaplace.saving.posterior import KIND, SCHEMA
+from molaplace.saving.posterior import KIND
 
 CERTAINTY = 0.95
 """Default confidence level for the guaranteed error rate."""
@@ -74,7 +74,7 @@ def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_columns(folder: Path) -> dict[str, Tensor]:
     """Return the values that a folder stores for its validation data."""
-    _, tensors = files.read_folder(folder, KIND, SCHEMA)
+    _, tensors = files.read_folder(folder, KIND)
     return {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
 
 

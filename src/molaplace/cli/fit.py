@@ -43,10 +43,11 @@ from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.rules import RULES, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.saving.files import DOCUMENT, check_folder, replacing, write_document
-from molaplace.saving.posterior import pack
+from molaplace.saving.files import check_folder, encode, file_name, replacing
+from molaplace.saving.posterior import KIND, pack
 
-LAST = (DOCUMENT, NAME)
+FILE = file_name(KIND)
+LAST = (FILE, NAME)
 """Files that complete the folder."""
 
 
@@ -85,7 +86,7 @@ def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None
     check_writable(job.output)
     ignored = () if job.checkpoint is None else (job.checkpoint.name,)  # left by an interrupted fit
     check_folder(job.output, FITTED, LAST, overwrite=job.overwrite, ignored=ignored)
-    replaced = (job.output / DOCUMENT).exists()
+    replaced = (job.output / FILE).exists()
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
     count = len(job.classes) if isinstance(job.classes, tuple) else job.classes
@@ -213,7 +214,8 @@ def _write(
         if job.bundle or any(bundled in path.resolve().parents for path in files):
             files = [output / _bundled(index, path, new).relative_to(new) for index, path in enumerate(files)]
         options = as_document(replace(job, weights=tuple(map(str, files))), "fit", output)
-        write_document(new, {**document, "job": options | {"result": result}}, tensors | saved)
+        content = encode({**document, "job": options | {"result": result}}, tensors | saved)
+        (new / FILE).write_bytes(content)
         (new / NAME).write_text(to_toml(options), encoding="utf-8")
 
 

@@ -28,8 +28,8 @@ from molaplace.likelihoods import Gaussian
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.saving import files
-from molaplace.saving.posterior import KIND, SCHEMA, load_posterior
-from molaplace.saving.schema import Optional, check
+from molaplace.saving.posterior import KIND, SavedPosterior, load_posterior
+from molaplace.saving.schema import Optional, check, from_json
 from molaplace.structures.distance import COUNTS
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -110,14 +110,14 @@ class PosteriorFolder:
 
 
 def _check_present(path: Path) -> None:
-    if not (path / files.DOCUMENT).is_file():
+    if not (path / files.file_name(KIND)).is_file():
         raise StorageError(f"{path} contains no posterior. Pass a folder written by `molaplace fit --output`.")
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     """Check and return the job and the document in a posterior's folder, without building networks."""
     _check_present(path)
-    document = files.read_document(path).get("job")
+    document = files.read_folder(path, KIND)[0].get("job")
     if document is None:
         raise StorageError(
             f"{path} was saved from Python, not by `molaplace fit`, so the preparation of its inputs is unknown. Use mola.load(...) in "
@@ -220,7 +220,8 @@ def example_of(result: dict[str, Any]) -> Any:
 def read_information(folder: Path) -> dict[str, Any]:
     """Return the document in a posterior's folder after checking all files, with their size and whether they contain distances."""
     _check_present(folder)
-    document, tensors = files.read_folder(folder, KIND, SCHEMA)
+    document, tensors = files.read_folder(folder, KIND)
+    from_json(SavedPosterior, document)  # checks the posterior
     if "job" in document:
         read_folder(folder)  # checks the job
     return {

@@ -16,6 +16,7 @@ from molaplace.cli.folder import read_information
 from molaplace.cli.job import NAME, job_of
 from molaplace.cli.options import option
 from molaplace.options import counted, listed
+from molaplace.saving.schema import from_json
 from molaplace.settings import Settings
 
 
@@ -54,7 +55,7 @@ def print_information(console: Console, information: dict[str, Any]) -> None:
 def _posterior_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
     first = information["components"][0]
     head = first["head"]
-    settings = Settings.from_json(information["settings"])
+    settings = from_json(Settings, information["settings"])
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in information["settings"]["prior_precision"]))
     changed = {name.replace("_", " "): value for name, value in settings.changed().items()}
     scaling = ", ".join(f"{name} {value:.4g}" for name, value in changed.items()) or "none"
@@ -79,8 +80,8 @@ def _posterior_lines(information: dict[str, Any]) -> list[tuple[str, str]]:
         ("structure", f"{information['structure']['name']}, link {information['link']['name']}, weights {weights}"),
         ("prior precision", f"{precisions}, {rule}"),
         ("scaling", f"{scaling}; {distances}"),
-        ("fitted on", counted(first["count"], "position" if counts_positions else "input")),
-        ("files", f"{information['bytes']:,} bytes, intact; checksum {information['tensors']['sha256'][:16]}"),
+        ("fitted on", counted(first["sums"]["count"], "position" if counts_positions else "input")),
+        ("files", f"{information['bytes']:,} bytes, intact"),
     ]
 
 

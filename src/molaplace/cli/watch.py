@@ -36,7 +36,7 @@ from molaplace.monitoring.stream import WatchOptions, columns_of
 from molaplace.monitoring.watching import KIND, Watch
 from molaplace.options import counted
 from molaplace.progress import Progress
-from molaplace.saving.files import DOCUMENT, check_folder, marker_of, replacing
+from molaplace.saving.files import check_folder, file_name, marker_of, replacing
 
 ALARM = 3
 """Exit code of a run whose stream has left the validation data."""
@@ -117,7 +117,7 @@ def watch(options: WatchCommandOptions) -> None:
     run = options.log.with_name(f"{options.log.name}.toml")
     marker = marker_of(options.log.name)
     check_folder(page.parent, KIND, (page.name, run.name), marker=marker)
-    check_folder(state_of(options.log), KIND, (DOCUMENT,))
+    check_folder(state_of(options.log), KIND, (file_name(KIND),))
     skipped = SkippedInputs()
     with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)

@@ -29,7 +29,7 @@ from molaplace.monitoring.stream import Stream, WatchOptions, columns_of, digest
 from molaplace.options import counted
 from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
-from molaplace.saving.files import kind_of, read_folder, write_folder
+from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.schema import Optional
 
 KIND = "watch"
@@ -275,8 +275,6 @@ class Watch:
     @classmethod
     def load(cls, directory: str | Path) -> Watch:
         """Read a watch from a folder written by `save`; raise `StorageError` if it is damaged."""
-        if kind_of(directory) is None:
-            raise StorageError(f"{directory} contains no watch. Pass a folder written by watch.save(...).")
         return cls.unpack(*read_folder(directory, KIND, SCHEMA))
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

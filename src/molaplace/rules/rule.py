@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from molaplace.errors import OptionError
 from molaplace.likelihoods import Likelihood
@@ -30,17 +29,6 @@ class Tuning:
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the tuning as a dictionary that can be written as JSON."""
-        return asdict(self) | {"settings": self.settings.as_json()}
-
-    @staticmethod
-    def from_json(entry: dict[str, Any]) -> Tuning:
-        """Rebuild the tuning from a dictionary returned by `as_json`."""
-        curve = {name: tuple(values) for name, values in entry["curve"].items()}
-        settings = Settings.from_json(entry["settings"])
-        return Tuning(**(entry | {"notes": tuple(entry["notes"]), "settings": settings, "curve": curve}))
 
 
 def check_tuning(tuning: object, num_networks: int) -> Tuning:

@@ -4,10 +4,13 @@ A marker in the folder, `.molaplace.json`, lists the files that molaplace wrote,
 or removed, and only while their content is unchanged; every other file belongs to the user.
 
 The files are first written to a temporary folder. Then those with new names are moved to their places, and finally the file that makes
-the set complete, such as "posterior.json", atomically replaces its predecessor. If any other file of the old set has to be replaced, this
-file is removed beforehand. Thus a process that is killed at any point leaves the old set, the new one, or one without this file, which
-cannot be opened, and the marker lists the files of both. Several processes may save to one folder at the same time: they take turns, and
-the last one wins.
+the set complete, such as "posterior.safetensors", atomically replaces its predecessor. If any other file of the old set has to be
+replaced, this file is removed beforehand. Thus a process that is killed at any point leaves the old set, the new one, or one without this
+file, which cannot be opened, and the marker lists the files of both. Several processes may save to one folder at the same time: they take
+turns, and the last one wins.
+
+What `write_folder` saves is one safetensors file, "<kind>.safetensors": tensors, and a JSON document in the file's metadata, which
+contains a checksum of the whole file.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,14 +35,15 @@ from torch import Tensor
 
 from molaplace.errors import StorageError
 from molaplace.options import listed
-from molaplace.saving.schema import check, check_seal, parse, sealed
+from molaplace.saving.schema import check, parse
 from molaplace.structures.base import free_memory
 
 FORMAT = "molaplace"
+"""Name of the entry of a safetensors file's metadata that contains the document."""
+
 VERSION = 1
-DOCUMENT = "posterior.json"
-TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
-"""Names of the files that `write_folder` writes beside the document. No other file is ever read."""
+NO_CHECKSUM = "0" * 64
+"""What stands in the place of a file's checksum while the checksum is computed."""
 
 MARKER = ".molaplace.json"
 LOCK = ".lock"
@@ -291,102 +294,79 @@ def remove_folder(folder: Path) -> None:
     _remove(folder, [MARKER, f"{MARKER}{LOCK}"])
 
 
+def file_name(kind: str) -> str:
+    """Return the name of the file that contains a saved object of a kind, such as "posterior"."""
+    return f"{kind}.safetensors"
+
+
 def write_folder(
     directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor], *, overwrite: bool = False
 ) -> Path:
-    """Save a document and its tensors to a folder, and return the folder's path.
+    """Save a document and its tensors to a file in a folder, and return the folder's path.
 
     The folder is created if it does not exist. Its previous content stays readable until everything has been written. The document
-    must have a "kind" entry, such as "swag". A folder with other content is refused; see `Marker.replaceable`.
+    must have a "kind" entry, such as "posterior". A folder with other content is refused; see `Marker.replaceable`.
     """
     folder = Path(directory)
-    with replacing(folder, document["kind"], (DOCUMENT,), overwrite=overwrite) as new:
-        write_document(new, document, tensors)
+    name = file_name(document["kind"])
+    with replacing(folder, document["kind"], (name,), overwrite=overwrite) as new:
+        (new / name).write_bytes(encode(document, tensors))
     return folder
 
 
-def write_document(folder: Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a document and its tensors to an empty folder. The name of the tensors' file depends on their content."""
-    content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    checksum = hashlib.sha256(content).hexdigest()
-    entry = {"file": f"tensors-{checksum[:16]}.safetensors", "sha256": checksum}
-    complete = sealed({"format": FORMAT, "version": VERSION, **document, "tensors": entry})
-    text = json.dumps(complete, indent=2, allow_nan=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / entry["file"]).write_bytes(content)
-    (folder / DOCUMENT).write_text(text, encoding="utf-8")
+def encode(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a safetensors file whose metadata contain the document; the same content gives the same bytes."""
+    text = json.dumps({"version": VERSION, "sha256": NO_CHECKSUM, **document}, allow_nan=False)
+    values = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = save_tensors(values, {FORMAT: text})
+    return content.replace(NO_CHECKSUM.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
 
 
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the document and the tensors in a folder. If the folder is being replaced, read again.
+    """Read the document and the tensors of an object of a kind that was saved in a folder.
 
-    Raises `StorageError` if a file is missing, damaged or not written by molaplace, or if the saved object's kind is not `kind`.
+    Raises `StorageError` if the file is missing, damaged or not written by molaplace.
     """
-    folder = Path(directory)
-    while True:
-        document = read_document(folder)
-        if document["kind"] != kind:
-            raise StorageError(
-                f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
-                f"mola.load, and baselines with the class that saved them."
-            )
-        check(document, dict(schema or {}), "")
-        try:
-            return document, _read_tensors(folder, document["tensors"])
-        except StorageError:
-            if read_document(folder) == document:  # no other process has replaced the tensors, so they are damaged
-                raise
-
-
-def kind_of(directory: str | Path) -> str | None:
-    """Return the kind of object saved in a folder, such as "posterior" or "swag", or None if there is no document."""
-    return str(read_document(directory)["kind"]) if (Path(directory) / DOCUMENT).exists() else None
-
-
-def read_document(directory: str | Path) -> dict[str, Any]:
-    """Read the document in a folder, but not the tensors.
-
-    Raises `StorageError` if the document is missing or damaged, was not written by molaplace, or was written by a newer version.
-    """
-    path = Path(directory) / DOCUMENT
-    try:
-        content = read_file(path, MAX_DOCUMENT)
-    except StorageError as error:
-        raise StorageError(
-            f"{directory} contains nothing that molaplace has saved: {error} Pass a folder written by save(...)."
-        ) from error
-    document = parse(content, path)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StorageError(f"{path} was not written by molaplace: expected the entry 'format' to be {FORMAT!r}.")
-    if document.get("version") != VERSION:
-        raise StorageError(
-            f"{path} has format version {document.get('version')!r}, but this version of molaplace reads only format version {VERSION}. "
-            f"Update molaplace, or save the posterior again with the installed version."
-        )
-    check_seal(document, path)
-    check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")
-    if TENSORS.fullmatch(document["tensors"]["file"]) is None:
-        raise StorageError(
-            f"{path} is damaged: it refers to the file {document['tensors']['file']!r}, which molaplace did not write."
-        )
-    return document
-
-
-def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
-    path = folder / entry["file"]
+    path = Path(directory) / file_name(kind)
     try:
         content = read_file(path)
     except StorageError as error:
-        raise StorageError(f"{error} {DOCUMENT} refers to this file. Copy the whole folder again.") from error
-    checksum = hashlib.sha256(content).hexdigest()
-    if checksum != entry["sha256"]:
+        saved = [other.stem for other in sorted(Path(directory).glob(file_name("*"))) if other != path]
+        but = f", but a saved {listed(saved, 3)}" if saved else ""
         raise StorageError(
-            f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., but {entry['sha256'][:16]}... "
-            f"was expected. Copy the folder again, or save the posterior again."
+            f"{directory} contains no {kind}{but}: {error} Pass a folder written by save(...)."
+        ) from error
+    document, tensors = decode(content, path)
+    check(document, {"kind": str, **(schema or {})}, "")
+    if document["kind"] != kind:
+        raise StorageError(f"expected a saved {kind}, but {path} contains a saved {document['kind']}.")
+    return document, tensors
+
+
+def decode(content: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the document and the tensors in a file from `encode`; raise `StorageError` if it is damaged or foreign."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(len(content) - 8, MAX_DOCUMENT):
+        raise StorageError(f"{path} is truncated or corrupt, or not a safetensors file. Copy the file again.")
+    header = parse(content[8 : 8 + length], path)
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(FORMAT), str):
+        raise StorageError(f"{path} was not written by molaplace: its metadata have no entry {FORMAT!r}.")
+    document = parse(metadata[FORMAT], path)
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        version = document.get("version") if isinstance(document, dict) else None
+        raise StorageError(
+            f"{path} has format version {version!r}, but this version of molaplace reads only format version {VERSION}. Update "
+            f"molaplace, or save the posterior again with the installed version."
+        )
+    checksum = str(document.pop("sha256", None))
+    if hashlib.sha256(content.replace(checksum.encode(), NO_CHECKSUM.encode(), 1)).hexdigest() != checksum:
+        raise StorageError(
+            f"{path} is truncated or corrupt: its content does not match its checksum. Copy the file again, or save it again."
         )
     try:
-        return load_tensors(content)
-    except (SafetensorError, ValueError) as error:
+        return document, load_tensors(content)
+    except (SafetensorError, ValueError, KeyError) as error:
         raise StorageError(f"{path} is not a safetensors file: {error}") from error

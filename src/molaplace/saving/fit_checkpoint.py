@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,39 @@ from torch.utils._pytree import tree_leaves
 from molaplace.errors import StorageError
 from molaplace.numerics import as_tensor
 from molaplace.options import whole_number
-from molaplace.saving.files import DOCUMENT, read_folder, remove_folder, write_folder
-from molaplace.saving.schema import Optional
+from molaplace.saving.files import file_name, read_folder, remove_folder, write_folder
+from molaplace.saving.schema import from_json
 from molaplace.sums import Sums
 
 KIND = "fit-checkpoint"
-SUMS = [{"count": int, "log_likelihood": Optional(float), "extra_rows": int}]
-PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
-SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Integer dtypes, keyed by the number of bytes per element."""
+
+
+@dataclass(frozen=True)
+class SavedSums:
+    """The numbers of a `Sums`, whose tensors are stored beside the document."""
+
+    count: int
+    log_likelihood: float | None
+    extra_rows: int
+
+    @classmethod
+    def of(cls, sums: Sums) -> SavedSums:
+        """Return the numbers of the sums."""
+        return cls(sums.count, sums.log_likelihood, sums.extra_rows)
+
+
+@dataclass(frozen=True)
+class SavedProgress:
+    """The document of a checkpoint; its fields are described in `FitProgress`."""
+
+    identity: dict[str, Any]
+    sums: tuple[SavedSums, ...]
+    batches: int
+    inputs: int
+    used_inputs: int
+    checksum: str
 
 
 @dataclass
@@ -80,21 +103,23 @@ class FitCheckpoint:
                     f"{self.folder} is a checkpoint from a fit with {size} processes, but this fit has "
                     f"{self.size}, so the data are split differently. Use {size} processes, or delete the folder to start again."
                 )
-        if not (self.rank_folder / DOCUMENT).exists():
+        if not (self.rank_folder / file_name(KIND)).exists():
             return None
-        document, tensors = read_folder(self.rank_folder, KIND, SCHEMA)
-        for name in {**document["identity"], **identity}:
-            saved = document["identity"].get(name)
+        document, tensors = read_folder(self.rank_folder, KIND)
+        saved = from_json(SavedProgress, document)
+        for name in {**saved.identity, **identity}:
+            before = saved.identity.get(name)
             current = identity.get(name)
-            if saved != current:
-                words = "network weights" if name == "networks" else f"{name} ({saved} instead of {current})"
+            if before != current:
+                words = "network weights" if name == "networks" else f"{name} ({before} instead of {current})"
                 raise StorageError(
                     f"{self.folder} is a checkpoint from a fit with different {words}. Pass the networks and options of that "
                     f"fit, or delete the folder to start again."
                 )
-        if len(document["sums"]) != len(identity["networks"]):
+        if len(saved.sums) != len(identity["networks"]):
             raise StorageError(f"{self.rank_folder} is damaged. Delete the folder to start again.")
-        return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
+        sums = unpack_sums(saved.sums, tensors)
+        return FitProgress(sums, saved.batches, saved.inputs, saved.used_inputs, saved.checksum)
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
         """Yield the batches that are not yet included in the sums; raise `StorageError` if the earlier batches have changed."""
@@ -118,9 +143,15 @@ class FitCheckpoint:
         """Replace the checkpoint atomically if a new one is due or if `last` is True."""
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
-        entries, tensors = pack_sums(progress.sums)
-        counters = {name: getattr(progress, name) for name in PROGRESS}
-        write_folder(self.rank_folder, {"kind": KIND, "identity": dict(identity), **counters, "sums": entries}, tensors)
+        saved = SavedProgress(
+            dict(identity),
+            tuple(map(SavedSums.of, progress.sums)),
+            progress.batches,
+            progress.inputs,
+            progress.used_inputs,
+            progress.checksum,
+        )
+        write_folder(self.rank_folder, {"kind": KIND, **asdict(saved)}, named_tensors(progress.sums))
 
     def remove(self) -> None:
         """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
@@ -130,25 +161,26 @@ class FitCheckpoint:
                 self.folder.rmdir()
 
 
-def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return counts and log-likelihoods as JSON, and all tensors keyed by name; each name is prefixed with the component's index."""
-    entries = [{name: getattr(component_sums, name) for name in SUMS[0]} for component_sums in sums]
-    return entries, {
+def named_tensors(sums: Sequence[Sums]) -> dict[str, Tensor]:
+    """Return the tensors of the sums of all components, with each name prefixed by the component's index."""
+    return {
         f"{index}.{name}": value
         for index, component_sums in enumerate(sums)
         for name, value in component_sums.tensors.items()
     }
 
 
-def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Return the sums of each component (the inverse of `pack_sums`); raise `StorageError` unless all are finite, in float64."""
-    # A folder may hold further tensors, such as the validation scores of `molaplace fit`.
+def unpack_sums(saved: Sequence[SavedSums], tensors: Mapping[str, Tensor]) -> list[Sums]:
+    """Return the sums of each component, given all tensors by name; raise `StorageError` unless all are finite, in float64."""
+    # A file may hold further tensors, such as the validation scores of `molaplace fit`.
     sums = [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
-            **{name: entry[name] for name in SUMS[0]},
+            numbers.count,
+            numbers.log_likelihood,
+            numbers.extra_rows,
         )
-        for index, entry in enumerate(entries)
+        for index, numbers in enumerate(saved)
     ]
     for component_sums in sums:
         for name, value in component_sums.tensors.items():

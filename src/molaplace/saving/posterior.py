@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import LIKELIHOODS, Likelihood
 from molaplace.links import LINKS, Link
 from molaplace.network import (
+    Head,
     StateChecksums,
     TokenChoice,
     changed_part,
@@ -24,49 +26,111 @@ from molaplace.network import (
     head_by_name,
     state_checksums,
 )
+from molaplace.network.dense import Positions
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
 from molaplace.saving.files import read_folder, write_folder
-from molaplace.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
-from molaplace.saving.schema import Optional
+from molaplace.saving.fit_checkpoint import SavedSums, named_tensors, unpack_sums
+from molaplace.saving.schema import from_json
 from molaplace.settings import Reference, Settings
 from molaplace.structures import STRUCTURES, Structure
 from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
-NETWORK: dict[str, Any] = {"network": str, "adapter": Optional(str), "tokens": Optional([int])}
-"""Checksums of a network, and the ids of the tokens among which it chooses."""
 
-REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
-HEAD = {
-    "name": str,
-    "every_position": bool,
-    "dense_axes": int,
-    "ignore_index": float,
-    "positions": str,
-    "outputs": int,
-    "width": int,
-}
-SETTINGS = {name: [float] if isinstance(value, list) else float for name, value in Settings((1.0,)).as_json().items()}
-TUNING = {
-    **dict.fromkeys(("rule", "summary"), str),
-    **{"settings": SETTINGS, "notes": [str], "curve": {str: [float]}},
-}
-MIXTURE = {
-    "link": {"name": str},
-    "weighting": str,
-    "weights": [float],
-    "settings": SETTINGS,
-    "reference": Optional(REFERENCE),
-    "tuning": Optional(TUNING),
-    "stale": bool,
-}
-SCHEMA = {
-    "structure": {"name": str},
-    **MIXTURE,
-    "components": [{**NETWORK, "head": HEAD, "likelihood": {"name": str}, **SUMS[0]}],
-}
+
+@dataclass(frozen=True, kw_only=True)
+class SavedNetwork:
+    """What identifies the network of a component."""
+
+    network: str
+    """Checksum of the network, without its adapters."""
+    adapter: str | None
+    """Checksum of the adapter, if there is one."""
+    tokens: tuple[int, ...] | None
+    """Ids of the tokens among which the network chooses."""
+
+    @property
+    def checksums(self) -> StateChecksums:
+        """Checksums of the network's weights."""
+        return StateChecksums(self.network, self.adapter)
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """The last layer of a network, and how it was used."""
+
+    name: str
+    every_position: bool
+    dense_axes: int
+    ignore_index: float
+    positions: Positions
+    outputs: int
+    width: int
+
+    def find(self, network: nn.Module) -> Head:
+        """Return the head in its network."""
+        return replace(
+            head_by_name(network, self.name),
+            every_position=self.every_position,
+            dense_axes=self.dense_axes,
+            ignore_index=int(self.ignore_index),
+            positions=check_positions(self.positions),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedComponent(SavedNetwork):
+    """A network, its last layer and its sums over the training data, whose tensors are stored beside the document."""
+
+    head: SavedHead
+    likelihood: dict[str, Any]
+    sums: SavedSums
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedMixture:
+    """All but the components of a posterior, whose fields are described in `LaplaceMixture`."""
+
+    link: dict[str, Any]
+    weighting: str
+    weights: tuple[float, ...]
+    settings: Settings
+    reference: Reference | None
+    tuning: Tuning | None
+    stale: bool
+
+    def arguments(self, count: int) -> dict[str, Any]:
+        """Return the arguments, except the `count` components, with which a mixture is constructed."""
+        reference = self.reference
+        if reference is not None:
+            lengths = {len(reference.scales), count if reference.energies is None else len(reference.energies)}
+            if lengths != {count} or (reference.score is not None and len(reference.score) != 3):
+                raise StorageError(
+                    f"the saved reference distances do not match {counted(count, 'component')}. Save the posterior again."
+                )
+        if len(self.settings.prior_precision) != count:
+            raise StorageError(
+                f"the saved prior precisions do not match {counted(count, 'component')}. Save the posterior again."
+            )
+        weights = check_weights(self.weights, count)
+        return {
+            "settings": self.settings,
+            "link": rebuild(self.link, LINKS, "link"),
+            "weights": weights if self.weighting == "given" else check_weighting(self.weighting, count),
+            "reference": reference,
+            "tuning": self.tuning,
+            "stale": self.stale,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPosterior(SavedMixture):
+    """The document of a posterior over last layers."""
+
+    structure: dict[str, Any]
+    components: tuple[SavedComponent, ...]
 
 
 def save_posterior(posterior: MoLA, directory: str | Path, *, overwrite: bool = False) -> Path:
@@ -76,103 +140,95 @@ def save_posterior(posterior: MoLA, directory: str | Path, *, overwrite: bool = 
 
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
-
-    def entry_of(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
-        head = component.head
-        assert head is not None  # every component with a last layer has a head
-        if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
-            raise StorageError(
-                f"the weights of head {head.name!r} have changed since the posterior was fitted. Fit again.",
-                place=f"networks[{index}]",
+    layers = check_saveable(posterior)
+    components = []
+    with evaluating(*posterior.networks):
+        for index, (component, layer) in enumerate(zip(posterior.components, layers, strict=True)):
+            head = component.head
+            assert head is not None  # every component with a last layer has a head
+            if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
+                raise StorageError(
+                    f"the weights of head {head.name!r} have changed since the posterior was fitted. Fit again.",
+                    place=f"networks[{index}]",
+                )
+            components.append(
+                SavedComponent(
+                    **identity_of(component, layer),
+                    head=SavedHead(**{field.name: getattr(head, field.name) for field in fields(SavedHead)}),
+                    likelihood=describe(component.likelihood, LIKELIHOODS, "likelihood"),
+                    sums=SavedSums.of(layer.sums),
+                )
             )
-        saved_head = {name: getattr(head, name) for name in HEAD} | {"positions": str(head.positions)}
-        return {"head": saved_head, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
+    saved = SavedPosterior(
+        **settings_of(posterior),
+        structure=describe(layers[0].structure, STRUCTURES, "structure"),
+        components=tuple(components),
+    )
+    return {"kind": KIND, **asdict(saved)}, named_tensors([layer.sums for layer in layers])
 
-    document, tensors = pack_components(posterior, entry_of)
-    structure = describe(posterior.components[0].require_layer("saving").structure, STRUCTURES, "structure")
-    return {"kind": KIND, "structure": structure, **document}, tensors
 
-
-def pack_components(
-    posterior: LaplaceMixture, entry_of: Callable[[int, Component, LastLayer], dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a posterior, without its structure, as JSON and tensors. `entry_of` provides additional entries for each component."""
+def check_saveable(posterior: LaplaceMixture) -> list[LastLayer]:
+    """Return the approximation of each component; raise an error for a plain ensemble, or if weights have changed since the fit."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
-    entries, tensors = pack_sums([layer.sums for layer in layers])
-    document = {
+    posterior.check_weights(StorageError)
+    return layers
+
+
+def identity_of(component: Component, layer: LastLayer) -> dict[str, Any]:
+    """Return the fields of a `SavedNetwork`."""
+    return {**layer.checksums._asdict(), "tokens": _tokens_of(component.network)}
+
+
+def settings_of(posterior: LaplaceMixture) -> dict[str, Any]:
+    """Return the fields of a `SavedMixture`."""
+    return {
         "link": describe(posterior.link, LINKS, "link"),
         "weighting": posterior.weighting,
-        "weights": posterior.weights.tolist(),
-        "settings": posterior.settings.as_json(),
-        "reference": None if posterior.validation_reference is None else posterior.validation_reference.as_json(),
-        "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
+        "weights": tuple(posterior.weights.tolist()),
+        "settings": posterior.settings,
+        "reference": posterior.validation_reference,
+        "tuning": posterior.tuning,
         "stale": posterior.stale,
     }
-    posterior.check_weights(StorageError)
-    with evaluating(*posterior.networks):
-        parts = [
-            {**layers[index].checksums._asdict(), "tokens": _tokens_of(component.network)}
-            | entry_of(index, component, layers[index])
-            | entries[index]
-            for index, component in enumerate(posterior.components)
-        ]
-    return {**document, "components": parts}, tensors
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
     """Read a posterior from a folder; raise `StorageError` unless the posterior was fitted to `networks` in this order."""
-    document, tensors = read_folder(directory, KIND, SCHEMA)
-    parts = document["components"]
-    try:
-        structure = rebuild(document["structure"], STRUCTURES, "structure")
-        likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
-        check_networks(networks, parts)
+    return unpack(*read_folder(directory, KIND), networks, directory)
+
+
+def unpack(
+    document: Mapping[str, Any], tensors: Mapping[str, Tensor], networks: Sequence[nn.Module], place: object
+) -> MoLA:
+    """Return the posterior that `pack` described; `place` names its file in messages."""
+    with explained(place):
+        saved = from_json(SavedPosterior, document)
+        structure = rebuild(saved.structure, STRUCTURES, "structure")
+        likelihoods = [rebuild(part.likelihood, LIKELIHOODS, "likelihood") for part in saved.components]
+        check_networks(networks, saved.components)
         components = []
         with evaluating(*networks):
-            for index, sums in enumerate(unpack_sums(parts, tensors)):
-                network = networks[index]
-                likelihood = likelihoods[index]
-                saved = parts[index]["head"]
-                options = {name: saved[name] for name in ("every_position", "dense_axes")}
-                options["ignore_index"] = int(saved["ignore_index"])
-                positions = saved["positions"]
-                options["positions"] = check_positions(int(positions) if positions.isdigit() else positions)
-                head = replace(head_by_name(network, saved["name"]), **options)
-                checksums = StateChecksums(parts[index]["network"], parts[index]["adapter"])
-                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood, checksums)
+            sums_of_components = unpack_sums([part.sums for part in saved.components], tensors)
+            for network, part, sums, likelihood in zip(
+                networks, saved.components, sums_of_components, likelihoods, strict=True
+            ):
+                head = part.head.find(network)
+                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood, part.checksums)
                 components.append(Component(network, head, layer, likelihood))
-        return MoLA(components, **unpack_mixture(document, len(components)))
+        return MoLA(components, **saved.arguments(len(components)))
+
+
+@contextmanager
+def explained(place: object) -> Iterator[None]:
+    """Turn an error that damaged or foreign values cause inside the block into a `StorageError` that names the file."""
+    try:
+        yield
     except StorageError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise StorageError(
-            f"{directory} contains no posterior for these networks: {error}. Save the posterior again."
+            f"{place} contains no posterior for these networks: {error}. Save the posterior again."
         ) from error
-
-
-def unpack_mixture(document: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments, except the `count` components, with which a mixture is constructed."""
-    reference = document["reference"]
-    if reference is not None:
-        scales, score, energies = (reference[name] for name in REFERENCE)
-        lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
-        if lengths != (count, count, 3) or any(len(pair) != 2 for pair in [*scales, *(score or ())]):
-            raise StorageError(
-                f"the saved reference distances do not match {counted(count, 'component')}. Save the posterior again."
-            )
-    if len(document["settings"]["prior_precision"]) != count:
-        raise StorageError(
-            f"the saved prior precisions do not match {counted(count, 'component')}. Save the posterior again."
-        )
-    weights = check_weights(document["weights"], count)
-    return {
-        "settings": Settings.from_json(document["settings"]),
-        "link": rebuild(document["link"], LINKS, "link"),
-        "weights": weights if document["weighting"] == "given" else check_weighting(document["weighting"], count),
-        "reference": None if reference is None else Reference.from_json(reference),
-        "tuning": None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
-        "stale": document["stale"],
-    }
 
 
 def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
@@ -196,7 +252,7 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
     return kind(**settings)
 
 
-def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> None:
+def check_networks(networks: Sequence[nn.Module], parts: Sequence[SavedNetwork]) -> None:
     """Raise `StorageError` unless the networks' tokens and checksums match those of the saved components, in the same order."""
     remedy = f"Pass the same {counted(len(parts), 'network')}, with the order and the precision unchanged."
     if len(networks) != len(parts):
@@ -204,7 +260,7 @@ def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, A
             f"expected the posterior's {counted(len(parts), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
     for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
-        tokens = part["tokens"]
+        tokens = None if part.tokens is None else list(part.tokens)
         if _tokens_of(network) != tokens:
             raise StorageError(
                 "the posterior was fitted without tokens. Remove tokens= from mola.load."
@@ -213,7 +269,7 @@ def check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, A
                 place=f"networks[{index}]",
             )
     current = state_checksums(networks)
-    saved = [StateChecksums(part["network"], part["adapter"]) for part in parts]
+    saved = [part.checksums for part in parts]
     for index, (checksums, expected) in enumerate(zip(current, saved, strict=True)):
         if checksums != expected:
             hint = f" networks[{current.index(expected)}] has the saved weights." if expected in current else ""

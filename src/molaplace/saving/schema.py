@@ -1,22 +1,22 @@
-"""Parse JSON documents, protect their content with checksums, and validate them against schemas.
+"""Parse JSON documents, and build values from them or validate them against schemas.
 
-A schema is built from the types `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` stands for a
+`from_json` builds a value of a type, which checks itself when it is made. Documents that are not read into values are checked against
+a schema. A schema is built from the types `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` stands for a
 list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, and `Optional(kind)` for a
 value that may be null.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from molaplace.errors import StorageError, printable
-
-SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,69 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _checksum(document: Mapping[str, Any]) -> str:
-    content = {name: value for name, value in document.items() if name != SEAL}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def from_json(kind: Any, value: Any, path: str = "") -> Any:
+    """Build a value of a type from JSON.
+
+    Args:
+        kind: a dataclass, whose fields may have defaults, or any type that its fields may have: a number, text, `tuple[...]`,
+            `dict[str, ...]`, a union or `Any`.
+        value: what `json.loads` has returned. Entries of a dataclass without a field are ignored.
+        path: where the value stands in its document, for messages.
+
+    Returns:
+        The value. Raises `StorageError` if the JSON has another form, or if the dataclass refuses the values.
+    """
+    origin = get_origin(kind)
+    members = get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        return _member(members, value, path)
+    if origin is dict:
+        _require(isinstance(value, dict), path, "an object", value)
+        return {name: from_json(members[1], inner, f"{path}.{name}") for name, inner in value.items()}
+    if origin is tuple or hasattr(kind, "_fields"):
+        _require(isinstance(value, list), path, "a list", value)
+        kinds = tuple(get_type_hints(kind).values()) if origin is None else members
+        kinds = (members[0],) * len(value) if members[1:] == (...,) else kinds
+        _require(len(value) == len(kinds), path, f"{len(kinds)} entries", value)
+        items = [
+            from_json(inner, item, f"{path}[{index}]")
+            for index, (inner, item) in enumerate(zip(kinds, value, strict=True))
+        ]
+        return tuple(items) if origin is tuple else kind(*items)
+    if is_dataclass(kind):
+        return _dataclass_from_json(kind, value, path)
+    name, valid = KINDS[kind]
+    _require(valid(value), path, name, value)
+    return kind(value)
 
 
-def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with a checksum of its content; the checksum does not depend on the file's formatting."""
-    plain = parse(
-        json.dumps(document), "the document"
-    )  # as read back from a file, with tuples as lists and keys as strings
-    return {**plain, SEAL: _checksum(plain)}
+def _member(members: Sequence[Any], value: Any, path: str) -> Any:
+    # Return the value as the first member of a union to which it belongs.
+    if value is None and NoneType in members:
+        return None
+    members = [member for member in members if member is not NoneType]
+    for member in members[:-1]:
+        with suppress(StorageError):
+            return from_json(member, value, path)
+    return from_json(members[-1], value, path)
 
 
-def check_seal(document: Mapping[str, Any], name: object) -> None:
-    """Raise `StorageError` unless the content of a document matches its checksum."""
-    if document.get(SEAL) != _checksum(document):
-        raise StorageError(
-            f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or write it "
-            f"again with other settings."
-        )
+def _dataclass_from_json(kind: Any, value: Any, path: str) -> Any:
+    _require(isinstance(value, dict), path, "an object", value)
+    hints = get_type_hints(kind)
+    values = {}
+    for field in fields(kind):
+        required = field.default is MISSING and field.default_factory is MISSING
+        _require(field.name in value or not required, path, f"an entry {field.name!r}", value)
+        if field.name in value:
+            inner = f"{path}.{field.name}" if path else field.name
+            values[field.name] = from_json(hints[field.name], value[field.name], inner)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StorageError(f"the document is damaged at {path or 'its top level'!r}: {error}") from error
 
 
 def check(value: Any, schema: Any, path: str) -> None:
@@ -94,7 +137,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-KINDS: dict[type, tuple[str, Any]] = {
+KINDS: dict[Any, tuple[str, Any]] = {
     str: ("text", lambda value: isinstance(value, str)),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("a whole number from 0 to 2**63 - 1", lambda value: _is_int(value) and 0 <= value < 2**63),
