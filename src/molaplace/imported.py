@@ -23,6 +23,13 @@ def is_path(name: str) -> bool:
     return any(sign in name for sign in "/\\")
 
 
+def is_function_name(name: str) -> bool:
+    """Return True for a name of the form `package.module:function`, and False for paths and the digits."""
+    if ":" not in name or is_path(name) or name.startswith("digits:"):
+        return False
+    return not Path(name).expanduser().exists()
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split `package.module:function` into the module and the function; raise `OptionError` for any other form."""
     # Split at the last colon, because a Windows path has a colon after the drive letter.

@@ -13,11 +13,10 @@ import torch
 from PIL import Image
 
 import molaplace as mola
-from molaplace.cli.data.arrays import open_arrays
-from molaplace.cli.data.dataset import Loader, SkippedInputs
-from molaplace.cli.data.opening import FunctionDataset, open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
-from molaplace.cli.job import Job
+from molaplace.data.arrays import open_arrays
+from molaplace.data.dataset import Loader, SkippedInputs
+from molaplace.data.opening import FunctionDataset, open_dataset
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.workspace import CLASSES, Workspace, job_for, run_fit
@@ -327,7 +326,7 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     ids=str,
 )
 def test_options_replace_only_what_they_name_of_the_networks_preparation(options, expected):
-    preprocessing = make_preprocessing(Job(**options), Preprocessing(resize=256, crop=224), "float32")
+    preprocessing = Preprocessing(resize=256, crop=224).changed(**options)
     assert (preprocessing.resize, preprocessing.crop) == expected
 
 
@@ -335,4 +334,4 @@ def test_options_replace_only_what_they_name_of_the_networks_preparation(options
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_normalisation_is_finite(option, value):
     with pytest.raises(OptionError, match=f"{option} must be finite"):
-        make_preprocessing(Job(**({"mean": (0.5,), "std": (1.0,)} | {option: (value,)})), Preprocessing(), "float32")
+        Preprocessing().changed(**({"mean": (0.5,), "std": (1.0,)} | {option: (value,)}))

@@ -12,12 +12,12 @@ import torch
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.cli.data.opening import open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import make_decisions, outlier_threshold
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.methods import ComparedMethods, networks_alone, part_of
+from molaplace.data.opening import open_dataset
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import MolaWarning
 from molaplace.evaluation import PredictionColumns
 from molaplace.progress import no_progress

@@ -27,11 +27,11 @@ from PIL import Image
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.explorer.pictures import PREFIX, Sight, change, to_image, to_url
 from molaplace.cli.explorer.subject import EXAMPLES, Reference, Subject, folder_subject, ood_examples
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.options import to_toml
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError
 from molaplace.images import NORMALISATIONS
 from tests.closeness import assert_close

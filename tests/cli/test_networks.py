@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.data.preprocessing import make_preprocessing
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.job import Job
 from molaplace.cli.networks import build_networks, folder_hints
 from molaplace.errors import MissingExtraError, OptionError, StorageError
 from molaplace.perceptrons import mlp
@@ -104,7 +102,7 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
 def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, settings, expected):
     folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **settings)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    normalised = make_preprocessing(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
+    normalised = folder_hints(folder)[0].normalise(pixels)
     assert_close(normalised, expected(pixels.double()))
 
 

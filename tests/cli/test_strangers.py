@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.cli.data.image_files import most_frequent_form
-from molaplace.cli.data.opening import open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.folder import open_posterior, read_information
 from molaplace.cli.networks import build_networks
+from molaplace.data.image_files import most_frequent_form
+from molaplace.data.opening import open_dataset
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.imported import import_builder, import_function
 from molaplace.saving.posterior import load_posterior

@@ -10,14 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from molaplace.errors import OptionError
-from molaplace.imported import is_path
-
-
-def is_function_name(name: str) -> bool:
-    """Return True for a name of the form `package.module:function`, and False for paths and the command's own names."""
-    if ":" not in name or is_path(name) or name.startswith("digits:"):
-        return False
-    return not Path(name).expanduser().exists()
+from molaplace.imported import is_function_name
 
 
 def require_trust(names: Iterable[str], source: Path, flag: str, *, trust: bool) -> None:

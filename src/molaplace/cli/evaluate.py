@@ -14,8 +14,6 @@ from rich.markup import escape
 from torch import Tensor
 
 from molaplace import __version__
-from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
-from molaplace.cli.data.opening import are_same
 from molaplace.cli.decisions import CERTAINTY, make_decisions, outlier_threshold
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
@@ -30,6 +28,8 @@ from molaplace.cli.options import (
     to_toml,
 )
 from molaplace.cli.terminal import finish, showing_progress
+from molaplace.data.dataset import Dataset, Loader, SkippedInputs
+from molaplace.data.opening import are_same
 from molaplace.distributed import Team, join
 from molaplace.errors import DataError, OptionError, warn
 from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare

@@ -21,10 +21,6 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace.cli.data.dataset import Dataset, Loader, SkippedInputs
-from molaplace.cli.data.image_files import ImageDataset, most_frequent_form
-from molaplace.cli.data.opening import open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing, make_preprocessing
 from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
 from molaplace.cli.folder import BUNDLED, FITTED, describe_inputs, move, read_information
 from molaplace.cli.info import print_information
@@ -32,6 +28,10 @@ from molaplace.cli.job import NAME, Job
 from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
 from molaplace.cli.options import as_document, check_writable, to_toml
 from molaplace.cli.terminal import finish, showing_progress
+from molaplace.data.dataset import Dataset, Loader, SkippedInputs
+from molaplace.data.image_files import ImageDataset, most_frequent_form
+from molaplace.data.opening import open_dataset
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, collect_warnings
 from molaplace.evaluation import PredictionColumns, measured
@@ -58,7 +58,7 @@ def check_job(job: Job) -> None:
             "there are no training data. Pass --train (a folder of images, .npz, .csv, or package.module:function)."
         )
     likelihood = job.make_likelihood()
-    make_preprocessing(job, Preprocessing(), "float32")
+    job.prepare(Preprocessing())
     _positions(job)
     as_link(job.link, likelihood)
     rule = job.make_rule()
@@ -269,9 +269,10 @@ def open_data(job: Job, built: BuiltNetworks) -> FitData:
     """Open the data sets, prepare their inputs as the networks need them, and find the networks' last layers."""
     floats = [parameter.dtype for parameter in built.networks[0].parameters() if parameter.is_floating_point()]
     dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
-    preprocessing = make_preprocessing(job, built.hints, dtype)
+    preprocessing = job.prepare(replace(built.hints, dtype=dtype))
     classes = job.classes if isinstance(job.classes, tuple) else built.classes
-    train = open_dataset(str(job.train), preprocessing, labelled=True, classes=classes, job=job)
+    meaning: dict[str, Any] = {"likelihood": job.make_likelihood(), "seed": job.seed}
+    train = open_dataset(str(job.train), preprocessing, labelled=True, classes=classes, **meaning)
     if isinstance(train, ImageDataset):
         mode, shape = most_frequent_form(train)
         preprocessing = replace(preprocessing, mode=mode, shape=shape)
@@ -293,7 +294,7 @@ def open_data(job: Job, built: BuiltNetworks) -> FitData:
     def opened(name: str | None, *, labelled: bool) -> Dataset | None:
         if name is None:
             return None
-        return open_dataset(name, preprocessing, labelled=labelled, classes=names or None, outputs=outputs, job=job)
+        return open_dataset(name, preprocessing, labelled=labelled, classes=names or None, outputs=outputs, **meaning)
 
     return FitData(
         train=replace(train, preprocessing=preprocessing),

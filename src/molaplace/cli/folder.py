@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from molaplace.cli.consent import require_trust
-from molaplace.cli.data.dataset import Dataset
-from molaplace.cli.data.opening import open_dataset
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks
+from molaplace.data.dataset import Dataset
+from molaplace.data.opening import open_dataset
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import OptionError, StorageError
 from molaplace.likelihoods import Gaussian
 from molaplace.options import counted
@@ -105,7 +105,13 @@ class PosteriorFolder:
                 )
             require_trust([name], self.folder, "--val", trust=self.trust)
         return open_dataset(
-            name, self.preprocessing, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job
+            name,
+            self.preprocessing,
+            labelled=labelled,
+            classes=self.classes,
+            outputs=self.outputs,
+            likelihood=self.job.make_likelihood(),
+            seed=self.job.seed,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from molaplace.cli.options import RUN, FolderOptions, RunOptions, option, read_options
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS
 from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
@@ -172,6 +173,11 @@ class Job(RunOptions, FolderOptions):
     checkpoint: Path | None = option(
         None, "Folder for checkpoints, from which an interrupted fit can resume", panel=RUN, stored=False
     )
+
+    def prepare(self, hints: Preprocessing) -> Preprocessing:
+        """Return the preparation of inputs that the options specify; those that are omitted are the networks' own."""
+        names = ("resize", "crop", "mode", "normalise", "mean", "std", "batch_size", "workers")
+        return hints.changed(**{name: getattr(self, name) for name in names})
 
     def make_likelihood(self) -> Likelihood:
         """Return the likelihood with its settings."""

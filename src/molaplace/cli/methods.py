@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from molaplace.calibration.noise import scale_noise
-from molaplace.cli.data.dataset import Loader
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.component import Component
+from molaplace.data.dataset import Loader
 from molaplace.decisions.intervals import PredictionIntervals
 from molaplace.decisions.sets import PredictionSets
 from molaplace.distributed import Team

@@ -18,12 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from molaplace.cli.consent import is_function_name
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.processors import limit_threads
-from molaplace.demo.data import digits_network
+from molaplace.data.digits import digits_network
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import MolaError, OptionError, StorageError, importing
-from molaplace.imported import import_builder
+from molaplace.imported import import_builder, is_function_name
 from molaplace.options import counted, did_you_mean
 from molaplace.saving.pretrained import load_pretrained, read_config
 from molaplace.saving.weights import load_weights

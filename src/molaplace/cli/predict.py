@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from molaplace.cli.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import make_decisions
 from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.options import (
@@ -33,6 +32,7 @@ from molaplace.cli.options import (
 from molaplace.cli.prediction_table import PredictionTable
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
+from molaplace.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.distributed import Team
 from molaplace.errors import OptionError
 from molaplace.options import counted

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
-from molaplace.cli.data.dataset import SkippedInputs
+from molaplace.data.dataset import SkippedInputs
 from molaplace.distributed import Team
 from molaplace.progress import Progress, no_progress
 

@@ -20,7 +20,6 @@ from rich.markup import escape
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.data.dataset import Dataset, InputBatch, Loader, SkippedInputs, as_loader_batch, read_batches
 from molaplace.cli.decisions import SCORE, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_url
 from molaplace.cli.folder import PosteriorFolder, open_posterior
@@ -28,6 +27,7 @@ from molaplace.cli.job import NAME
 from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, as_document, check_writable, option, to_toml
 from molaplace.cli.terminal import showing_progress
 from molaplace.cli.watch_log import WatchLog, state_of
+from molaplace.data.dataset import Dataset, InputBatch, Loader, SkippedInputs, as_loader_batch, read_batches
 from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError
 from molaplace.monitoring.baseline import LEVELS, Baseline

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from molaplace.cli.data.dataset import InputBatch
 from molaplace.cli.options import check_writable
+from molaplace.data.dataset import InputBatch
 from molaplace.errors import DataError, OptionError
 from molaplace.saving.files import partial_file
 

@@ -3,11 +3,8 @@
 `molaplace demo` runs it and writes a page. The data serve examples and tests.
 """
 
+from molaplace.data.digits import Digits, LabelledData, digits_network, load_digits
 from molaplace.demo.data import (
-    Digits,
-    LabelledData,
-    digits_network,
-    load_digits,
     natural_patches,
     rotate,
     train_digits,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.calibration import temperature_scaled
+from molaplace.data.digits import Digits, load_digits
 from molaplace.demo.data import (
     LOSS,
     WEIGHT_DECAY,
-    Digits,
-    load_digits,
     natural_patches,
     rotate,
     train_digits,

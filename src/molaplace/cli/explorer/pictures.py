@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
-from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError
 from molaplace.images import Preparation
 

@@ -15,11 +15,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
-from molaplace.cli.data.preprocessing import Preprocessing
 from molaplace.cli.decisions import SCORE, default_alarm, read_columns
 from molaplace.cli.explorer.pictures import Sight, to_image
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.demo.data import CLASSES, SIDE, load_digits, train_digits
+from molaplace.data.digits import CLASSES, SIDE, load_digits
+from molaplace.data.preprocessing import Preprocessing
+from molaplace.demo.data import train_digits
 from molaplace.demo.run import DEFAULT, DemoSettings, demo_methods
 from molaplace.errors import DataError, MolaError, OptionError
 from molaplace.numerics import one_thread

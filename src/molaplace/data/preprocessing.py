@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from molaplace.cli.job import Job
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
 from molaplace.options import one_of, whole_number
@@ -89,31 +88,32 @@ class Preprocessing:
         }
         return cls(**settings)
 
-
-def make_preprocessing(job: Job, hints: Preprocessing, dtype: str) -> Preprocessing:
-    """Return the preprocessing specified by the options or the network's configuration.
-
-    The training data later determine any setting that is None.
-    """
-    if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
-        raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
-    mean = hints.mean
-    std = hints.std
-    if job.normalise is not None:
-        mean = NORMALISATIONS[job.normalise].mean
-        std = NORMALISATIONS[job.normalise].std
-    elif job.mean is not None and job.std is not None:
-        mean = job.mean
-        std = job.std
-    Normalisation(mean, std)  # checks the mean and std before any image is read
-    preprocessing = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
-    if job.resize is not None:
-        shorter = min(job.resize) if isinstance(job.resize, tuple) else job.resize
-        crop = (
-            hints.crop if hints.crop is not None and hints.crop <= shorter else None
-        )  # a larger crop would add a border
-        preprocessing = replace(preprocessing, resize=job.resize, crop=crop)
-    if job.crop is not None:
-        preprocessing = replace(preprocessing, crop=job.crop)
-    # Statistics for three channels imply colour images.
-    return replace(preprocessing, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))
+    def changed(
+        self,
+        *,
+        resize: int | tuple[int, int] | None = None,
+        crop: int | None = None,
+        mode: str | None = None,
+        normalise: str | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        **others: Any,
+    ) -> Preprocessing:
+        """Return the preprocessing with the settings that are given; the training data later determine any that is None."""
+        if (mean is None) != (std is None) or (mean is not None and normalise is not None):
+            raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
+        if normalise is not None:
+            mean, std = NORMALISATIONS[normalise].mean, NORMALISATIONS[normalise].std
+        if mean is not None and std is not None:
+            others |= {"mean": mean, "std": std}
+        if resize is not None:
+            shorter = min(resize) if isinstance(resize, tuple) else resize
+            fits = self.crop is not None and self.crop <= shorter  # a larger crop would add a border
+            others |= {"resize": resize, "crop": self.crop if fits else None}
+        if crop is not None:
+            others["crop"] = crop
+        # Statistics for three channels imply colour images.
+        colour = "RGB" if len(others.get("mean", self.mean)) == 3 else None
+        changed = replace(self, mode=mode or self.mode or colour, **others)
+        Normalisation(changed.mean, changed.std)  # checks both before any image is read
+        return changed

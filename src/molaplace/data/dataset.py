@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.distributed import Team
 from molaplace.errors import DataError, printable
 from molaplace.network import Inputs

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molaplace.cli.data.dataset import Dataset, InputBatch, finite_rows
-from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.data.dataset import Dataset, InputBatch, finite_rows
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.likelihoods import CATEGORICAL, Likelihood
 

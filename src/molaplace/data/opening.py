@@ -20,23 +20,20 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from molaplace.cli.consent import is_function_name
-from molaplace.cli.data.arrays import ArrayDataset, open_arrays
-from molaplace.cli.data.dataset import Dataset, InputBatch, finite_rows
-from molaplace.cli.data.image_files import open_image_csv, open_image_folder, pictures
-from molaplace.cli.data.preprocessing import Preprocessing
-from molaplace.cli.job import Job
-from molaplace.demo.data import load_digits
+from molaplace.data.arrays import ArrayDataset, open_arrays
+from molaplace.data.dataset import Dataset, InputBatch, finite_rows
+from molaplace.data.digits import load_digits
+from molaplace.data.image_files import open_image_csv, open_image_folder, pictures
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, MolaError, OptionError
 from molaplace.images import ENDINGS
-from molaplace.imported import import_function
+from molaplace.imported import import_function, is_function_name
+from molaplace.likelihoods import CATEGORICAL, Likelihood
 from molaplace.network import as_batch
 from molaplace.options import counted, did_you_mean, one_of
 
 DIGITS = "digits"
 SPLITS = ("train", "val", "test")
-
-DEFAULTS = Job()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +88,14 @@ def open_dataset(
     labelled: bool,
     classes: Sequence[str] | None = None,
     outputs: int | None = None,
-    job: Job = DEFAULTS,
+    likelihood: Likelihood = CATEGORICAL,
+    seed: int = 0,
 ) -> Dataset:
     """Open data by name, as in the table above. Images are not decoded yet.
 
-    `classes` and `outputs` are the names and the number of the networks' outputs, if known.
+    `classes` and `outputs` are the names and the number of the networks' outputs, if known; `seed` splits the digits.
     """
     path = Path(name).expanduser()
-    likelihood = job.make_likelihood()
     built_in = name.partition(":")[0] == DIGITS and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
@@ -106,7 +103,7 @@ def open_dataset(
             f"Pass an .npz file with x and y, a .csv file with a column for each output, or package.module:function."
         )
     if built_in:
-        return _open_digits(name, preprocessing, job.seed, labelled=labelled)
+        return _open_digits(name, preprocessing, seed, labelled=labelled)
     if path.is_file() and path.suffix in (".npz", ".npy"):
         return open_arrays(path, preprocessing, labelled=labelled, likelihood=likelihood)
     if path.is_file() and path.suffix == ".csv":

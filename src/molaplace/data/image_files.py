@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from molaplace.cli.data.dataset import Dataset, InputBatch
-from molaplace.cli.data.preprocessing import Preprocessing
+from molaplace.data.dataset import Dataset, InputBatch
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError
 from molaplace.images import ENDINGS, decode, even_indices, image_files, open_folder
 from molaplace.likelihoods import CATEGORICAL, Likelihood
