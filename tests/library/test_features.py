@@ -160,7 +160,7 @@ class TestRefused:
         layer, features, outputs = arrays
         with pytest.raises(DataError, match="takes 6 features"):
             mola.fit_features(features[:, :5], outputs, LABELS, layer)
-        with pytest.raises(DataError, match="as many rows"):
+        with pytest.raises(DataError, match="Pass as many rows"):
             mola.fit_features(features[:-1], outputs, LABELS, layer)
         with pytest.raises(DataError, match="label for each"):
             mola.fit_features(features, outputs, LABELS[:-1], layer)
@@ -194,7 +194,7 @@ class TestRefused:
         wrong[3, 2] = torch.nan
         with pytest.raises(DataError, match="NaN"):
             mola.fit_features(wrong, layer(wrong).detach(), LABELS, layer)
-        with pytest.raises(DataError, match=r"features are NaN or infinite for 1 of 60 rows \(first: row 3\)"):
+        with pytest.raises(DataError, match=r"features are NaN or infinite for 1 of 60 rows \(row 3\)"):
             mola.fit_features(wrong, outputs, LABELS, layer)
         with pytest.raises(DataError, match="labels must lie"):
             mola.fit_features(features, outputs, LABELS + 1, layer)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from molaplace.errors import DataError, OptionError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.capture import Captured
-from molaplace.network.dense import Layout
+from molaplace.network.capture import Captured, captured_passes, check_finite
 from molaplace.network.head import Head, Layer, linear_errors
 from molaplace.options import counted
 
@@ -106,66 +105,44 @@ def captured_arrays(
         rows: rows to read.
     """
     count = len(heads)
-    feature_rows = [as_rows(array[rows], "features") for array in as_arrays(features, count, "features")]
-    output_rows = [as_rows(array[rows], "outputs") for array in as_arrays(outputs, count, "outputs")]
-    for index, head in enumerate(heads):
+    passes: list[tuple[Tensor | None, Tensor, int]] = []
+    arrays = zip(as_arrays(features, count, "features"), as_arrays(outputs, count, "outputs"), heads, strict=True)
+    for index, (inputs_of_layer, outputs_of_layer, head) in enumerate(arrays):
         with located(f"networks[{index}]"):
-            ran = [] if head is None else [(head.name, output_rows[index].shape)]
-            output_rows[index] = likelihood.check_outputs(output_rows[index], ran)
+            logits = as_rows(outputs_of_layer[rows], "outputs")
+            logits = likelihood.check_outputs(logits, [] if head is None else [(head.name, logits.shape)])
+            phi = None
             if head is not None:
-                feature_rows[index] = _checked_features(head, feature_rows[index], output_rows[index])
-            elif len(feature_rows[index]) != len(output_rows[index]):
-                raise DataError(_rows_differ(feature_rows[index], output_rows[index]))
-    shapes = [tuple(values.shape) for values in output_rows]
-    if len(set(shapes)) > 1:
-        raise DataError(f"expected outputs of the same shape for every network, got {shapes}.")
-    captured = Captured(heads, feature_rows, output_rows, Layout.of(output_rows[0], -1))
-    captured.check_finite()
-    for index, head in enumerate(heads):
-        if head is not None and len(captured):
-            with located(f"networks[{index}]"):
-                _check_head(head.module, feature_rows[index], output_rows[index], rows.start or 0)
-    return captured
+                phi = _without_constant(head, as_rows(inputs_of_layer[rows], "features"), logits)
+            check_finite(logits, phi, torch.arange(len(logits), device="cpu") + (rows.start or 0))
+            if head is not None and phi is not None and len(phi):
+                _check_head(head.module, phi, logits, rows.start or 0)
+        passes.append((phi, logits, -1))
+    return captured_passes(heads, passes)
 
 
-def _rows_differ(features: Tensor, outputs: Tensor) -> str:
-    return f"expected as many rows of features as of outputs, got {len(features):,} and {len(outputs):,}."
-
-
-def _checked_features(head: Head, features: Tensor, outputs: Tensor) -> Tensor:
+def _without_constant(head: Head, features: Tensor, outputs: Tensor) -> Tensor:
     # Return the features without a column of ones for the bias.
     if features.dim() == 2 and head.has_bias and features.shape[1] == head.width and bool((features[:, -1] == 1).all()):
         features = features[:, :-1]
-    if features.dim() != 2 or features.shape[1] != head.inputs or outputs.shape[1] != head.outputs:
+    if tuple(features.shape) != (len(outputs), head.inputs) or outputs.shape[1] != head.outputs:
         raise DataError(
             f"the last layer takes {head.inputs} features and has {counted(head.outputs, 'output')}, but the features have the shape "
-            f"{tuple(features.shape)} and the outputs {tuple(outputs.shape)}. Pass the inputs of the last layer as rows, and the weight "
-            f"with the shape (outputs, features)."
+            f"{tuple(features.shape)} and the outputs {tuple(outputs.shape)}. Pass as many rows of inputs of the last layer as of its "
+            f"outputs, and the weight with the shape (outputs, features)."
         )
-    if len(features) != len(outputs):
-        raise DataError(_rows_differ(features, outputs))
     return features
 
 
 def _check_head(layer: Layer, features: Tensor, outputs: Tensor, first_row: int) -> None:
-    unusable = ~features.isfinite().all(1)
-    if unusable.any():
-        raise DataError(
-            f"features are NaN or infinite for {int(unusable.sum()):,} of {counted(len(features), 'row')} "
-            f"(first: row {first_row + int(unusable.int().argmax())}). Leave these rows out, or correct them."
-        )
     errors, tolerance = linear_errors(layer, features, outputs)
     worst = int(errors.amax(1).argmax())
     column = int(errors[worst].argmax())
     if float(errors[worst, column]) <= tolerance:
         return
     wrong = int((errors.amax(1) > tolerance).sum())
-    outputs = outputs.double()
-    remedy = "Pass the inputs of the last layer, in the same order as its outputs, and the outputs themselves, before any softmax."
-    if len(outputs) > 1 and bool((outputs >= 0).all()) and float((outputs.sum(1) - 1).abs().max()) < 1e-3:
-        remedy = "The outputs are probabilities. Pass the outputs of the last layer, before the softmax."
     raise DataError(
         f"the features do not give the outputs through the last layer: `features @ weight.T + bias` differs from the outputs in "
         f"{wrong:,} of {len(errors):,} rows, by up to {float(errors[worst, column]):.4g} (row {first_row + worst}, output {column}). "
-        f"{remedy}"
+        f"Pass the inputs of the last layer, in the same order as its outputs, and the outputs themselves, before the softmax."
     )

@@ -163,7 +163,7 @@ def capture(
     for index, (network, head) in enumerate(zip(with_trunks_run(networks, inputs), heads, strict=True)):
         with located(f"networks[{index}]"):
             passes.append(_forward_pass(network, head, inputs, likelihood))
-    return _captured(heads, passes)
+    return captured_passes(heads, passes)
 
 
 @torch.no_grad()
@@ -181,11 +181,11 @@ def find_heads(
             head, features, outputs = watched_pass(network, inputs, name, likelihood)
         heads.append(head)
         passes.append((features, outputs, head.axis))
-    return heads, _captured(heads, passes)
+    return heads, captured_passes(heads, passes)
 
 
-def _captured(heads: Sequence[Head | None], passes: Sequence[tuple[Tensor | None, Tensor, int]]) -> Captured:
-    # Join the head's input, the outputs and the class axis of every network.
+def captured_passes(heads: Sequence[Head | None], passes: Sequence[tuple[Tensor | None, Tensor, int]]) -> Captured:
+    """Join the head's input (None without a head), the outputs and the class axis of every network."""
     features = []
     outputs = []
     layouts = []
@@ -417,10 +417,10 @@ def check_finite(outputs: Tensor, phi: Tensor | None = None, rows: Tensor | None
 
     `rows` holds their row numbers, by default 0 to m - 1, and `positions` is the number of rows of each input.
     """
-    # NaN and infinity propagate from the features to the outputs, and from the outputs to their sum.
-    if bool(outputs.sum().isfinite()):
-        return
-    for name, values in (("features", outputs[:, :0] if phi is None else phi), ("outputs", outputs)):
+    # NaN and infinity propagate to the sum of the values.
+    for name, values in (("features", phi), ("outputs", outputs)):
+        if values is None or bool(values.sum().isfinite()):
+            continue
         affected = (~values.isfinite()).any(1).nonzero().flatten()
         if len(affected):
             remedy = (

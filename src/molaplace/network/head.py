@@ -288,22 +288,10 @@ def _carried_head(
 ) -> tuple[Head, Tensor, Tensor] | None:
     # Return the last layer after which the network only selects, averages or interpolates positions, with its input and output there.
     dense_axes = outputs.dim() - 2
-    tried = set()
+    tried: set[str] = set()
     for layer_call in reversed(calls):
         head = Head(layer_call.name, layer_call.layer, every_position=True, dense_axes=dense_axes)
-        # The head must be a linear layer if the outputs have shape (n, C), and a convolution if they are dense.
-        if dense_axes:
-            fits = isinstance(layer_call.layer, Convolution) and len(layer_call.shape) == outputs.dim()
-        else:
-            fits = isinstance(layer_call.layer, nn.Linear) and len(layer_call.shape) > 2
-        alike = layer_call.shape[0] == outputs.shape[0] and layer_call.shape[head.axis] == outputs.shape[head.axis]
-        if (
-            layer_call.name in tried
-            or not fits
-            or not alike
-            or layer_call.shape == outputs.shape
-            or _why_not_linear(layer_call.layer) is not None
-        ):
+        if layer_call.name in tried or not _may_carry(head, layer_call.shape, outputs.shape):
             continue
         tried.add(layer_call.name)
         try:
@@ -319,6 +307,16 @@ def _carried_head(
     return None
 
 
+def _may_carry(head: Head, before: torch.Size, after: torch.Size) -> bool:
+    # Whether the network may select or average positions of a linear layer's outputs, or interpolate those of a convolution.
+    if head.dense_axes:
+        fits = isinstance(head.module, Convolution) and len(before) == len(after)
+    else:
+        fits = isinstance(head.module, nn.Linear) and len(before) > 2
+    alike = fits and before != after and before[0] == after[0] and before[head.axis] == after[head.axis]
+    return alike and _why_not_linear(head.module) is None
+
+
 # --- heads by name ----------------------------------------------------------------------------------------------------
 
 
@@ -327,20 +325,12 @@ def head_by_name(network: nn.Module, name: str) -> Head:
 
     The name is dotted, as in `named_modules`. An empty name refers to the network itself.
     """
-    if not isinstance(name, str):
-        raise HeadError(f"must be the dotted name of a layer, such as 'fc'; got {name!r}.", argument="head")
     modules = _named_layers(network)
-    linear = [layer_name for layer_name, module in modules.items() if isinstance(module, nn.Linear)]
-    if name not in modules:
-        raise HeadError(
-            f"{name!r} is not a module of the network. Its linear layers are {linear[-8:]}.", argument="head"
-        )
-    layer = modules[name]
+    layer = modules.get(name) if isinstance(name, str) else None
     if not isinstance(layer, Layer):
-        raise HeadError(
-            f"{name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}.",
-            argument="head",
-        )
+        kind = "not a module of the network" if layer is None else f"a {type(layer).__name__}, not an nn.Linear"
+        linear = [layer_name for layer_name, module in modules.items() if isinstance(module, nn.Linear)]
+        raise HeadError(f"{name!r} is {kind}. The network's linear layers are {linear[-8:]}.", argument="head")
     reason = _why_not_linear(layer)
     if reason is not None:
         raise HeadError(f"{name!r} {reason}", argument="head")
