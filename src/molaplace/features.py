@@ -12,7 +12,7 @@ from molaplace.errors import DataError, OptionError, located
 from molaplace.fitting import fit
 from molaplace.likelihoods import Likelihood, as_likelihood
 from molaplace.links import Link
-from molaplace.network import Head, HeadNetwork, as_layer, as_rows, captured_arrays, head_by_name
+from molaplace.network import HeadNetwork, as_layer, as_rows, captured_arrays, head_by_name
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule
@@ -114,36 +114,29 @@ def _batches(
 ) -> Iterator[tuple[Any, ...]]:
     # Yield the features in parts of bounded size, with their labels, after a comparison of the outputs with those of the last layers.
     heads = [head_by_name(network, "layer") for network in networks]
-    if outputs is not None:
-        yield from _parts(features, outputs, labels, heads, likelihood, WHERE)
-        return
-    if labels is not None or hasattr(features, "shape") or not isinstance(features, Iterable):
+    whole = outputs is not None
+    if not whole and (labels is not None or hasattr(features, "shape") or not isinstance(features, Iterable)):
         raise OptionError(
             "are missing. Pass the outputs of the last layer, before any softmax. Only if `features` is an iterable of batches "
             "(features, outputs, labels) are outputs and labels None.",
             argument="outputs",
         )
-    for index, batch in enumerate(features):
-        where = f"batch {index} of the {WHERE}"
+    for index, batch in enumerate([(features, outputs, labels)] if whole else features):
+        where = WHERE if whole else f"batch {index} of the {WHERE}"
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
             size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise DataError(
                 f"expected (features, outputs, labels) or (features, outputs), got {type(batch).__name__}{size}.",
                 place=where,
             )
-        yield from _parts(batch[0], batch[1], batch[2] if len(batch) == 3 else None, heads, likelihood, where)
-
-
-def _parts(
-    features: Any, outputs: Any, labels: Any, heads: Sequence[Head], likelihood: Likelihood, where: str
-) -> Iterator[tuple[Any, ...]]:
-    count = len(outputs[0] if isinstance(outputs, (tuple, list)) else outputs)
-    if labels is not None and len(labels) != count:
-        raise DataError(
-            f"expected a label for each of {counted(count, 'row')}, got {len(labels):,} labels.", place=where
-        )
-    for start in range(0, count, ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        with located(where):
-            inputs = tuple(captured_arrays(heads, features, outputs, likelihood, rows).features)
-        yield (inputs,) if labels is None else (inputs, as_rows(labels[rows], "labels"))
+        of_layers, of_networks, targets = (*batch, None)[:3]
+        count = len(of_networks[0] if isinstance(of_networks, (tuple, list)) else of_networks)
+        if targets is not None and len(targets) != count:
+            raise DataError(
+                f"expected a label for each of {counted(count, 'row')}, got {len(targets):,} labels.", place=where
+            )
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            with located(where):
+                inputs = tuple(captured_arrays(heads, of_layers, of_networks, likelihood, rows).features)
+            yield (inputs,) if targets is None else (inputs, as_rows(targets[rows], "labels"))

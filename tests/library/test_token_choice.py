@@ -367,8 +367,8 @@ def changed(values, index, value):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"attention_mask": changed(ALL, 5, 0)}, "all of text 5"),
-        ({"attention_mask": changed(ALL, (7, 2), 0)}, "text 7 has gaps"),
+        ({"attention_mask": changed(ALL, 5, 0)}, "text 5 marks no token"),
+        ({"attention_mask": changed(ALL, (7, 2), 0)}, "text 7 marks no token, or has gaps"),
         ({"attention_mask": ALL[:, :4]}, r"shape \(24, 6\)"),
         ({"input_ids": changed(TEXTS, (3, slice(4, 6)), 0)}, "padding token 0"),
         ({"input_ids": changed(TEXTS, (3, slice(2)), 0)}, "padding token 0"),

@@ -330,8 +330,6 @@ def _check_label_key(networks: Iterable[nn.Module], batch: Batch, batch_name: st
 
 def check_network(network: nn.Module) -> None:
     """Raise `DataError` if any of the network's parameters is lazy or on the meta device."""
-    if not any(is_lazy(parameter) or parameter.is_meta for parameter in network.parameters()):
-        return
     kind = type(bare(network)).__name__
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):

@@ -40,21 +40,13 @@ def token_ids(tokens: Any, tokenizer: Any = None) -> list[int]:
     """Return the ids of tokens, given as ids or as strings; raise `OptionError` unless each is one token and all are different."""
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     kinds = {type(token) for token in values} if isinstance(values, (list, tuple)) else set()
-    if kinds not in ({int}, {str}) or len(values) < 2:
+    if kinds not in ({int}, {str}) or len(values) < 2 or (kinds == {str} and tokenizer is None):
         raise OptionError(
-            f"must be two or more ids of tokens, such as [330, 365], or strings together with tokenizer=; got {tokens!r}.",
+            f"must be two or more ids of tokens, such as [330, 365], or strings. Pass tokenizer=tokenizer with strings, which turns them "
+            f"into ids. Got {tokens!r}.",
             argument="tokens",
         )
-    if kinds == {str}:
-        if tokenizer is None:
-            raise OptionError(
-                f"are strings, such as {values[0]!r}, which only the model's tokenizer can turn into ids. Pass tokenizer=tokenizer, or "
-                f"the ids.",
-                argument="tokens",
-            )
-        ids = [_token_id(text, tokenizer) for text in values]
-    else:
-        ids = list(values)
+    ids = [_token_id(text, tokenizer) for text in values] if kinds == {str} else list(values)
     if len(set(ids)) < len(ids):
         raise OptionError(
             f"must be different, because each is a class; got {tokens!r}, with the ids {ids}.", argument="tokens"
@@ -189,20 +181,19 @@ def _layer_of(model: nn.Module, tokens: Sequence[int]) -> nn.Linear:
 
     with evaluating(model), hooked([embeddings], record):
         logits = call(model, {"input_ids": torch.arange(3, device="cpu")[None]})
-    unchanged = False
-    if passes:
-        features, outputs, rows = passes[-1]
-        unchanged = torch.equal(to_float64(logits), to_float64(outputs))
-    if not unchanged:
+    if not passes or not _are_rows(*passes[-1], logits, tokens):
         raise HeadError(
-            f"the logits of {kind} are not the outputs of its output embeddings (lm_head). If the network selects some of them, pass the "
-            f"language model itself. If the model scales them (`logit_scale`, `logits_scaling`) or limits them by a soft-cap "
+            f"the logits of {kind} are not the outputs W x + b of its output embeddings (lm_head). If the network selects some of them, "
+            f"pass the language model itself. If the model scales them (`logit_scale`, `logits_scaling`) or limits them by a soft-cap "
             f"(`final_logit_softcapping`), they are not rows of lm_head times features, and `tokens` does not support the model."
         )
+    return passes[-1][2]
+
+
+def _are_rows(features: Tensor, outputs: Tensor, rows: nn.Linear, logits: Tensor, tokens: Sequence[int]) -> bool:
+    # Whether the logits are the embeddings' outputs, and those of the tokens are linear in the features.
     errors, tolerance = linear_errors(rows, features, outputs[..., tokens])
-    if not float(errors.max()) <= tolerance:
-        raise HeadError(f"the output embeddings of {kind}, a {type(embeddings).__name__}, do not compute W x + b.")
-    return rows
+    return torch.equal(to_float64(logits), to_float64(outputs)) and float(errors.max()) <= tolerance
 
 
 def _rows(layer: nn.Module, features: Tensor, vocabulary: int, tokens: Sequence[int]) -> nn.Linear:
@@ -257,19 +248,12 @@ def last_positions(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     positions = torch.arange(shape[1], device=mask.device)
     last = (is_token * positions).argmax(1)
     if not torch.compiler.is_compiling():
-        count = is_token.sum(1)
-        empty = (count == 0).nonzero().flatten()
-        if len(empty):
-            raise DataError(
-                f"the attention mask marks all of text {int(empty[0])} as padding, so that there is no position to answer at. Remove empty "
-                f"texts."
-            )
         first = is_token.long().argmax(1)
-        gaps = (last - first + 1 != count).nonzero().flatten()
-        if len(gaps):
+        wrong = (last - first + 1 != is_token.sum(1)).nonzero().flatten()
+        if len(wrong):
             raise DataError(
-                f"the attention mask of text {int(gaps[0])} has gaps. Padding must be at the left or the right of the text, as the "
-                f"tokenizer puts it."
+                f"the attention mask of text {int(wrong[0])} marks no token, or has gaps. Remove empty texts, and pad at the left or the "
+                f"right of a text, as the tokenizer does."
             )
     return last
 
