@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from tqdm.auto import tqdm
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network import Inputs, as_batch, batch_count, check_inputs, invalid_inputs, peek
+from molaplace.network import Inputs, batch_count, check_inputs, invalid_inputs, named_batches
 from molaplace.numerics import seed_from
 from molaplace.options import one_of
 from molaplace.prediction import Prediction, RegressionPrediction
@@ -165,9 +164,9 @@ def _batches(inputs: Any, *, progress: bool = False, required: bool = True) -> I
         raise DataError(
             "expected a tensor, got a NumPy array. Use predict_proba(array), or predict(torch.from_numpy(array))."
         )
+    total = batch_count(inputs)
     # With several processes, the shard of this process may be empty.
-    _, batches = peek(inputs, "prediction loader", required=required)
-    bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
-    for index, raw in enumerate(bar):
-        name = f"batch {index} of the prediction loader"
-        yield name, as_batch(raw, name).inputs
+    for name, batch in named_batches(
+        (), inputs, "prediction loader", labelled=False, progress=progress, total=total, required=required
+    ):
+        yield name, batch.inputs

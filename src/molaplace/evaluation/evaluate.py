@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError, OptionError, importing, located
@@ -24,7 +23,7 @@ from molaplace.evaluation.positions import flatten_positions
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Likelihood
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
-from molaplace.network import IGNORE_INDEX, batch_count, batches, check_loader, evaluating, labels_of_logits
+from molaplace.network import IGNORE_INDEX, batch_count, check_loader, evaluating, labels_of_logits, named_batches
 from molaplace.numerics import as_tensor
 from molaplace.options import counted, whole_number
 from molaplace.prediction import Prediction
@@ -207,16 +206,13 @@ def _collect(
     # Predict every batch of a loader, and return the scores of its data from all processes.
     columns = PredictionColumns()
     empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
-    bar = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
-    for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **bar, leave=False)):
-        batch_name = f"batch {index} of the {where}"
-        if labelled and batch.labels is None:
-            raise DataError(
-                f"{batch_name} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
-            )
+    reader = named_batches(
+        (), loader, where, labelled=labelled, progress=progress, total=batch_count(loader), required=not empty
+    )
+    for batch_name, batch in reader:
         with located(batch_name):
             prediction = predict(batch.inputs).cpu()
-        labels = batch.labels if labelled else None
+        labels = batch.labels
         if labelled and isinstance(predictor, nn.Module) and isinstance(prediction, Prediction):
             labels = labels_of_logits([predictor], batch, prediction.probs.shape, ignore_index, batch_name)
         prediction, labels, dense_rows = flatten_positions(

@@ -14,7 +14,7 @@ from molaplace.errors import DataError, located
 from molaplace.monitoring.accuracy import STRANGE, ConfidenceThreshold
 from molaplace.monitoring.labelled import VALIDATION_SHARE, lower_bound
 from molaplace.monitoring.ranks import Array, ScoreCounts
-from molaplace.network import IGNORE_INDEX, batches, labels_of_logits
+from molaplace.network import IGNORE_INDEX, labels_of_logits, named_batches
 from molaplace.options import counted
 from molaplace.outliers import warn_if_training_data
 from molaplace.prediction import Prediction, RegressionPrediction
@@ -171,8 +171,7 @@ class Baseline:
         choices = None
         ignore_index = ignore_index_of(posterior)
         networks = [posterior] if isinstance(posterior, Predictor) else []  # an exported file has no modules
-        for index, batch in enumerate(batches(loader, "validation loader")):
-            batch_name = f"batch {index} of the validation loader"
+        for batch_name, batch in named_batches((), loader, "validation loader"):
             with located(batch_name):
                 prediction = posterior.predict_batch(batch.inputs).cpu()
                 predicted = predicted_values(prediction)

@@ -1,6 +1,6 @@
 """Call any network on a batch, find its last linear layer, and stream the layer's features and outputs."""
 
-from molaplace.network.arrays import HeadNetwork, as_arrays, as_layer, as_rows, captured_arrays
+from molaplace.network.arrays import HeadNetwork, as_layer, as_rows, captured_arrays
 from molaplace.network.calling import (
     Batch,
     Branch,
@@ -8,7 +8,6 @@ from molaplace.network.calling import (
     LogitsOf,
     as_batch,
     batch_count,
-    batches,
     call,
     check_loader,
     check_network,
@@ -57,12 +56,10 @@ __all__ = [
     "StateChecksums",
     "TokenChoice",
     "adapters",
-    "as_arrays",
     "as_batch",
     "as_layer",
     "as_rows",
     "batch_count",
-    "batches",
     "call",
     "capture",
     "captured_arrays",

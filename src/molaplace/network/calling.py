@@ -166,15 +166,6 @@ def peek(loader: Iterable[Any], where: str, *, required: bool = True) -> tuple[A
     )
 
 
-def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
-    """Iterate over the batches of a loader; error messages identify the batch, as in "batch 3 of the {where}".
-
-    Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required` is True.
-    """
-    for index, raw in enumerate(peek(loader, where, required=required)[1], first_batch):
-        yield as_batch(raw, f"batch {index} of the {where}")
-
-
 def named_batches(
     networks: Sequence[nn.Module],
     loader: Iterable[Any],
@@ -186,12 +177,17 @@ def named_batches(
     first_batch: int = 0,
     required: bool = True,
 ) -> Iterator[tuple[str, Batch]]:
-    """Yield each batch of a loader with its name in messages, after a check of its labels; the arguments are those of `stream`."""
+    """Yield each batch of a loader with its name in messages, such as "batch 3 of the training loader", after a check of its labels.
+
+    The arguments are those of `stream`. The networks are those that may ignore labels under another key.
+    """
     had_labels = labelled
     bar_options = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
-    with tqdm(batches(loader, where, first_batch, required=required), **bar_options, leave=False) as bar:
-        for index, batch in enumerate(bar, first_batch):
+    with tqdm(peek(loader, where, required=required)[1], **bar_options, leave=False) as bar:
+        for index, raw in enumerate(bar, first_batch):
             name = f"batch {index} of the {where}"
+            batch = as_batch(raw, name)
+            del raw  # only the batch holds the memory
             if labelled is False:
                 batch = batch._replace(labels=None)
             has_labels = batch.labels is not None
