@@ -22,6 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -167,11 +168,15 @@ class LaplaceMixture(Predictor):
             self.weights = weights
         else:
             self.weights = uniform_weights(count) if weights == "uniform" else evidence_weights(self.log_evidence())
-        given_weights = self.weights.tolist() if self.weighting == "given" else self.weighting
-        parts = [component.fingerprint for component in components]
-        self.fingerprint = digest(parts, self.settings, link, given_weights, self.validation_reference)
 
     # --- properties -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """Short digest of the mixture and its settings, which its predictions carry."""
+        given_weights = self.weights.tolist() if self.weighting == "given" else self.weighting
+        parts = [component.fingerprint for component in self.components]
+        return digest(parts, self.settings, self.link, given_weights, self.validation_reference)
 
     @property
     def prior_precision(self) -> tuple[float, ...]:

@@ -161,6 +161,7 @@ class PosteriorGraph(nn.Module):
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
         # A posterior inside a tuple is not registered as a submodule, so only the tensors that the trace uses become constants.
         self.held: tuple[MoLA] = (posterior,)
+        self.fingerprint: str = posterior.fingerprint  # computed before the trace, which cannot read tensors
 
     def train(self, mode: bool = True) -> Self:
         """Set the training flag of this module only. The networks keep their flags; each forward pass runs them in eval mode."""
