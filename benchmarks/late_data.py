@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import molaplace as mola
+from molaplace.structures.eigen import EigenCurvature
 from molaplace.structures.full import FullCurvature
-from molaplace.structures.kron_exact import KronExactCurvature
 
 NAME = "late_data"
 PRIOR_PRECISION = 1.0
@@ -112,12 +112,11 @@ def precision_times(posterior: mola.MoLA) -> Callable[[Tensor], Tensor]:
 
         hessian = by_hessian
     else:
-        assert isinstance(curvature, KronExactCurvature)
-        left, right = curvature.output_factor, curvature.feature_factor
-        values = curvature.count * left.values[:, None] * right.values
+        assert isinstance(curvature, EigenCurvature)
+        left, right, spectrum = curvature.left, curvature.feature_factor.vectors, curvature.spectrum
 
         def by_factors(weights: Tensor) -> Tensor:
-            return left.vectors @ (values * (left.vectors.T @ weights @ right.vectors)) @ right.vectors.T
+            return left @ (spectrum * (left.T @ weights @ right)) @ right.T
 
         hessian = by_factors
     return lambda weights: hessian(weights) + PRIOR_PRECISION * weights

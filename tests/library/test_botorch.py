@@ -66,7 +66,7 @@ def test_batches_have_the_moments_of_the_joint_prediction(structure):
                 for component in range(2):
                     matrix = result.covariances[component][first, second, output]
                     assert_close(matrix, joint.output_covariances(output)[component], "float64")
-            noise = torch.einsum("k,kqm->qm", posterior.weights, joint.noises)
+            noise = torch.einsum("k,qkm->qm", posterior.weights, joint.noises)
             difference = noisy.variance[first, second] - result.variance[first, second]
             assert_close(difference, noise, "float64", scale=float(noisy.variance.detach().max()))
     chosen = model.posterior(batches, output_indices=[2])
@@ -131,8 +131,8 @@ def test_conditioning_multiplies_weights_by_densities():
         joint = posterior.joint(x[:5])
         total = posterior.weights[index].log()
         for output in range(4):
-            covariance = joint.output_covariances(output)[index] + torch.diag(joint.noises[index, :, output])
-            normal = torch.distributions.MultivariateNormal(joint.means[index, :, output], covariance)
+            covariance = joint.output_covariances(output)[index] + torch.diag(joint.noises[:, index, output])
+            normal = torch.distributions.MultivariateNormal(joint.means[:, index, output], covariance)
             total = total + normal.log_prob(y[:5, output])
         logs.append(total)
     assert_close(torch.stack(logs).logsumexp(0), densities[0], "float64")

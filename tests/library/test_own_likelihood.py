@@ -26,19 +26,19 @@ class CountMixture(RegressionPredictive):
         mean = self.means.double()
         excess = (self.variances.double() - mean).clamp_min(1e-9 * mean)
         size = (mean.square() / excess).cpu().numpy()
-        shape = (-1, *[1] * (mean.dim() - 1))
+        shape = (-1, *[1] * (mean.dim() - 2))
         return self.weights.double().cpu().numpy().reshape(shape), stats.nbinom(
             size, size / (size + mean.cpu().numpy())
         )
 
     def log_density(self, targets):
         weights, counts = self._parts()
-        logs = torch.from_numpy(counts.logpmf(targets.cpu().numpy())).sum(-1)
-        return torch.logsumexp(logs + torch.from_numpy(np.log(weights[..., 0])), 0)
+        logs = torch.from_numpy(counts.logpmf(targets.cpu().numpy()[:, None])).sum(-1)
+        return torch.logsumexp(logs + torch.from_numpy(np.log(weights[..., 0])), 1)
 
     def cdf(self, values):
         weights, counts = self._parts()
-        return torch.from_numpy((weights * counts.cdf(values.cpu().numpy())).sum(0))
+        return torch.from_numpy((weights * counts.cdf(values.cpu().numpy()[:, None])).sum(1))
 
     def quantile(self, level):
         counts = torch.zeros_like(self.point(), dtype=torch.float64)
@@ -76,9 +76,9 @@ class Poisson(RegressionLikelihood):
     def predictive(self, members, link, seed=None):
         logs = pooled(members.outputs, members.weights, members.pooling)
         zero = torch.zeros_like(members.outputs[0])
-        variances = torch.stack([zero if spread is None else spread.variance() for spread in members.spreads])
-        variances = variances * torch.stack(list(members.divisors)).square()
-        rates = (torch.stack(list(logs)) + variances / 2).exp()
+        variances = torch.stack([zero if spread is None else spread.variance() for spread in members.spreads], 1)
+        variances = variances * torch.stack(list(members.divisors), 1).square()
+        rates = (torch.stack(list(logs), 1) + variances / 2).exp()
         return CountMixture(members.weights, rates, rates + rates.square() * variances.expm1(), rates)
 
 
