@@ -23,6 +23,7 @@ from molaplace.network.calling import (
 )
 from molaplace.network.capture import (
     Captured,
+    Passes,
     Rows,
     capture,
     check_finite,
@@ -30,6 +31,7 @@ from molaplace.network.capture import (
     check_logits,
     find_heads,
     invalid_inputs,
+    select_rows,
     stream,
     with_labels,
 )
@@ -50,6 +52,7 @@ __all__ = [
     "Inputs",
     "Layout",
     "LogitsOf",
+    "Passes",
     "Positions",
     "Resized",
     "Rows",
@@ -84,6 +87,7 @@ __all__ = [
     "one_batch",
     "peek",
     "run",
+    "select_rows",
     "state_checksums",
     "state_of",
     "stream",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from molaplace.errors import DataError, HeadError, located
 from molaplace.likelihoods import Likelihood
-from molaplace.network.calling import Inputs, bare, named_batches, run, with_trunks_run
+from molaplace.network.calling import Batch, Inputs, bare, named_batches, run, with_trunks_run
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from molaplace.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor, watched_pass
 from molaplace.network.next_tokens import labels_of_logits
@@ -150,20 +150,39 @@ class Captured:
                     check_logits(networks[number], inputs, outputs, likelihood)
 
 
+Pass: TypeAlias = "tuple[Tensor | None, Tensor, int]"
+"""The head's input, if it was captured, the outputs and the class axis of a network."""
+
+Passes: TypeAlias = "dict[tuple[int, Head | None, str], Pass]"
+"""Passes over one batch that several mixtures share, keyed by the network's identity, its head and the name of the likelihood."""
+
+
 def capture(
-    networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head | None],
+    inputs: Inputs,
+    likelihood: Likelihood,
+    passes: Passes | None = None,
 ) -> Captured:
     """Run every network once and capture its head's input and output; all outputs must have the same shape.
 
     Where the head is None, only the outputs are captured; call `check_logits` on the result. Call this function inside
     `evaluating(*networks)`. If gradients are enabled, the results are differentiable. The code does not branch on tensor values, so
     `torch.export` can trace it.
+
+    Networks whose passes over the same inputs are in `passes` do not run again, and those that run are added. The outputs alone come
+    with the input of any head, so mixtures with heads should come first.
     """
-    passes = []
-    for index, (network, head) in enumerate(zip(with_trunks_run(networks, inputs), heads, strict=True)):
+    passes = {} if passes is None else passes
+    keys = [(id(network), head, likelihood.name) for network, head in zip(networks, heads, strict=True)]
+    missing = [index for index, key in enumerate(keys) if key not in passes]
+    ready = with_trunks_run([networks[index] for index in missing], inputs)
+    for index, network in zip(missing, ready, strict=True):
         with located(f"networks[{index}]"):
-            passes.append(_forward_pass(network, head, inputs, likelihood))
-    return captured_passes(heads, passes)
+            done = _forward_pass(network, heads[index], inputs, likelihood)
+        passes[keys[index]] = done
+        passes.setdefault((id(networks[index]), None, likelihood.name), (None, *done[1:]))
+    return captured_passes(heads, [passes[key] for key in keys])
 
 
 @torch.no_grad()
@@ -184,7 +203,7 @@ def find_heads(
     return heads, captured_passes(heads, passes)
 
 
-def captured_passes(heads: Sequence[Head | None], passes: Sequence[tuple[Tensor | None, Tensor, int]]) -> Captured:
+def captured_passes(heads: Sequence[Head | None], passes: Sequence[Pass]) -> Captured:
     """Join the head's input (None without a head), the outputs and the class axis of every network."""
     features = []
     outputs = []
@@ -207,10 +226,7 @@ def captured_passes(heads: Sequence[Head | None], passes: Sequence[tuple[Tensor 
     return Captured(heads, features, outputs, layouts[0])
 
 
-def _forward_pass(
-    network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood
-) -> tuple[Tensor | None, Tensor, int]:
-    # Return the head's input, the outputs and the class axis.
+def _forward_pass(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Pass:
     if head is None:
         return None, *_outputs_alone(network, inputs, likelihood)
     if head.every_position:
@@ -311,13 +327,9 @@ def stream(
             captured = capture(networks, heads, batch.inputs, likelihood) if first is None else first
             first = None
             captured.check_logits(networks, batch.inputs, likelihood)
-            if batch.labels is not None:
-                shape = captured.layout.shape(captured.outputs[0].shape[-1])
-                labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
-                assert labels is not None
-                captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
-            if isinstance(positions, int) and captured.layout.sizes:
-                captured = _with_drawn_positions(captured, positions, first_input)
+            captured = select_rows(
+                captured, networks, batch, likelihood, batch_name, positions, ignore_index, first_input
+            )
             captured.check_finite()
         any_rows = any_rows or len(captured) > 0
         first_input += captured.layout.inputs
@@ -327,6 +339,27 @@ def stream(
         raise DataError(
             f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."
         )
+
+
+def select_rows(
+    captured: Captured,
+    networks: Sequence[nn.Module],
+    batch: Batch,
+    likelihood: Likelihood,
+    batch_name: str,
+    positions: Positions,
+    ignore_index: int,
+    first_input: int,
+) -> Captured:
+    """Return the labelled rows of a batch, with their labels, or a draw of the positions of each input; see `stream`."""
+    if batch.labels is not None:
+        shape = captured.layout.shape(captured.outputs[0].shape[-1])
+        labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
+        assert labels is not None
+        captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
+    if isinstance(positions, int) and captured.layout.sizes:
+        captured = _with_drawn_positions(captured, positions, first_input)
+    return captured
 
 
 def with_labels(
