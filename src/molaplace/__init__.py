@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         whole,
     )
     from molaplace.decisions import abstain_threshold, alarm_threshold, prediction_intervals, prediction_sets
+    from molaplace.evaluation.baselines import baselines
     from molaplace.evaluation.evaluate import evaluate
     from molaplace.features import fit_features
     from molaplace.fitting import ensemble, fit
@@ -43,6 +44,7 @@ __all__ = [
     "abstain_threshold",
     "adapters",
     "alarm_threshold",
+    "baselines",
     "calibration",
     "distributed",
     "ensemble",
@@ -76,6 +78,7 @@ _NAMES = {
     "abstain_threshold": "decisions",
     "adapters": "network.views",
     "alarm_threshold": "decisions",
+    "baselines": "evaluation",
     "ensemble": "fitting",
     "evaluate": "evaluation",
     "fit": "fitting",

@@ -15,11 +15,10 @@ from molaplace import metrics
 from molaplace.cli.decisions import make_decisions, outlier_threshold
 from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.methods import ComparedMethods, networks_alone, part_of
 from molaplace.data.opening import open_dataset
 from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import MolaWarning
-from molaplace.evaluation import PredictionColumns
+from molaplace.evaluation import baselines, collect
 from molaplace.progress import no_progress
 from molaplace.report.words import evaluation_findings
 from molaplace.report.writing import write_evaluation
@@ -30,7 +29,7 @@ from tests.workspace import job_for, run_fit, to_evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
-CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA"]
+CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA (paper)", "MoLA"]
 REGRESSION_METHODS = ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]
 
 
@@ -95,8 +94,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 @pytest.mark.parametrize("kind", ["classes"], indirect=True)
 def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
     def write(*data, progress=no_progress):
-        comparison = run_evaluate(kind.open(), to_evaluate(*data))
-        write_evaluation(comparison, comparison.document(), tmp_path, progress)
+        write_evaluation(run_evaluate(kind.open(), to_evaluate(*data)), tmp_path, progress)
 
     def stop(words, share):
         if share > 0.3:
@@ -127,7 +125,7 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
     words = words if abs(gap) > 2 * error or words == "equal" else f"not {words}"
     assert f", {words} " in first.split(" the ensemble (DE")[0]
     assert len(findings) == 3
-    assert "add `--ood DATA`" in findings["Outliers"]
+    assert "`--ood DATA`" in findings["Outliers"]
     assert "Outliers: far.npz" in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))
 
 
@@ -174,9 +172,11 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
         "DE-T": scaled(networks, val, weights=weights, **quiet),
         "DE-L": scaled(networks, val, weights=weights, mean="logits", **quiet),
         "LLLA": mola.fit(networks[0], train, val, rule="nll", **quiet),
+        "MoLA (paper)": mola.fit(networks, train, **quiet).with_weights(weights).tune(val, rule="threshold", **quiet),
         "MoLA": mola.fit(networks, train, val, rule="nll", **quiet).with_weights(weights),
     }
-    expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
+    methods["LLLA (paper)"] = methods["MoLA (paper)"]
+    expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA (paper)", "LLLA"]
     assert list(result.methods) == expected
     assert ("LLLA: " in evaluation_findings(result)["Log loss"]) == (count == 1)
     strange = next(open_dataset("strange", Preprocessing(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
@@ -191,10 +191,8 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
         scores = {
             "max probability": (-inside.confidence, -outside.confidence),
             "entropy": (inside.entropy, outside.entropy),
+            "ood score": (inside.ood_score, outside.ood_score),
         }
-        if name in ("LLLA", "MoLA"):
-            scores["ood score"] = (inside.ood_score, outside.ood_score)
-        assert ("ood score" in out.scores) == ("ood score" in scores)
         for score, pair in scores.items():
             assert out.scores[score]["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
     if count > 1:
@@ -210,9 +208,8 @@ def test_energies_are_those_of_scaled_logits(kind):
     with torch.no_grad():
         logits = torch.stack([network(inputs) for network in posterior.networks]).double() / 2
     for pooling, expected in ((1.0, -logits.logsumexp(-1).mean(0)), (0.0, -logits.mean(0).logsumexp(-1))):
-        method = networks_alone(posterior, 2).with_temperature(2.0).with_pooling(pooling)
-        columns = {"scaled": PredictionColumns()}
-        ComparedMethods(posterior, {"scaled": method}).add(columns, posterior.capture(inputs))
+        method = baselines(posterior)["DE"].with_temperature(2.0).with_pooling(pooling)
+        columns = collect({"posterior": posterior, "scaled": method}, [inputs], "data", labelled=False)
         assert_close(columns["scaled"].scores["energy"], expected, "difference")
 
 
@@ -223,12 +220,12 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     likelihood = mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
     train, (val, targets) = kind.data("train"), kind.data("val")
     plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
-    alone = networks_alone(posterior, 2)
+    methods = baselines(posterior, [(val, targets)], progress=False)
+    alone = methods["DE"]
     assert_close(alone.noise, plain.noise, "difference")
     scale_noise = mola.calibration.scale_noise
     scaled = scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
-    held_out = posterior.read([(val, targets)], "validation data", labelled=True)
-    noise = scale_noise(alone, part_of(held_out, alone)).noise
+    noise = methods["DE-N"].noise
     assert_close(noise[0] / alone.noise[0], noise[1] / alone.noise[1], "difference")
     # One factor for all networks, which have different noises: about the same noise on average.
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)

@@ -1,5 +1,6 @@
 """`mola.evaluate` against scikit-learn, torchmetrics and a bootstrap over inputs."""
 
+import json
 import math
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch import nn
 
 import molaplace as mola
 from molaplace import metrics
-from molaplace.errors import DataError, OptionError
+from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.evaluation import Estimate
 from molaplace.evaluation.estimates import standard_error
 from molaplace.likelihoods.categorical import Categorical, CategoricalPredictive
 from tests.closeness import assert_close
+from tests.pages import Page
 
 
 def generator(seed=0):
@@ -166,7 +168,7 @@ def test_dense_outputs_leave_out_ignored_positions():
     assert row["accuracy"] == pytest.approx(
         (float(correct.mean()), standard_error(correct, torch.arange(12).repeat_interleave(25)))
     )
-    assert evaluation.counts["MoLA", "test"] == 12
+    assert evaluation.test.num_inputs == 12
     drawn = mola.evaluate(posterior, loader((images, labels), 5), positions=7)["MoLA", "test"]
     assert drawn["nll"].value == pytest.approx(row["nll"].value, rel=0.2)
     assert drawn["nll"].error > row["nll"].error / 2
@@ -175,7 +177,7 @@ def test_dense_outputs_leave_out_ignored_positions():
     blank = torch.full((2, 6, 5), -100)
     padded = mola.evaluate(posterior, [*loader((images, labels), 5), (images[:2], blank)])
     assert padded["MoLA", "test"]["nll"] == pytest.approx(row["nll"])
-    assert padded.counts["MoLA", "test"] == 14
+    assert padded.test.num_inputs == 14
     with pytest.raises(DataError, match="contains no known labels"):
         mola.evaluate(posterior, [(images[:2], blank)])
 
@@ -206,7 +208,8 @@ def test_any_callable_is_a_predictor(evaluated):
     by_name = {"numpy": lambda x: predictors["DE"](x).numpy(), "mixed": mola.Mixture(list(predictors.values()))}
     other = mola.evaluate(by_name, test, ood={"far": [pairs["far"][0]]})
     assert_close(other["numpy", "test"], evaluation["DE", "test"], "float64")
-    assert_close(other["numpy", "far"], evaluation["DE", "far"], "float64")
+    far = other["numpy", "far"]  # without the scores of logits
+    assert_close(far, {name: evaluation["DE", "far"][name] for name in far}, "float64")
     assert other["mixed", "test"]["nll"].value < max(evaluation[name, "test"]["nll"].value for name in predictors)
     assert_close(mola.evaluate(by_name["numpy"], test)["<lambda>", "test"], evaluation["DE", "test"], "float64")
 
@@ -216,7 +219,8 @@ def test_any_callable_is_a_predictor(evaluated):
 
     exported_evaluation = mola.evaluate(exported, test, ood={"far": loader(pairs["far"])})
     assert_close(exported_evaluation["exported", "test"], evaluation["MoLA", "test"], "float64")
-    assert_close(exported_evaluation["exported", "far"], evaluation["MoLA", "far"], "float64")
+    far = exported_evaluation["exported", "far"]
+    assert_close(far, {name: evaluation["MoLA", "far"][name] for name in far}, "float64")
     with pytest.raises(DataError, match="'probs'; got mean"):
         mola.evaluate(lambda inputs: {"mean": inputs}, test)
     for scores in (torch.full((500,), math.nan), torch.zeros(3)):
@@ -253,7 +257,7 @@ def process(rank, path):
         ensemble, test = mola.ensemble(network(), likelihood=likelihood), loader((inputs, labels))
         evaluation = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
         alone = mola.evaluate(ensemble, test, ood={"far": far})
-        assert evaluation.counts == alone.counts
+        assert evaluation.sets == alone.sets
         for key, row in alone.entries.items():
             assert_close(evaluation[key], row, "float64")
     dist.barrier()
@@ -305,3 +309,138 @@ def test_wrong_use_is_refused(posterior, error, words, test, options):
     others = {name: value for name, value in options.items() if name != "predictors"}
     with pytest.raises(error, match=words):
         mola.evaluate(predictors, [(INPUTS, LABELS)] if test is None else test, **others)
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+CLASS_BASELINES = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA (paper)"]
+
+
+def passes(networks, run):
+    """The number of passes of each network while a function runs."""
+    counts = [0] * len(networks)
+
+    def count(index):
+        def hook(*_):
+            counts[index] += 1
+
+        return hook
+
+    hooks = [module.register_forward_hook(count(index)) for index, module in enumerate(networks)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+def test_each_network_runs_once_on_each_batch_for_all_methods(posterior):
+    """Test data of 2 batches, outliers of 1, validation data of 4: of the validation data, all baselines share one pass."""
+    val, test, far = loader(table(200, 1)), loader(table(100, 2)), loader(table(60, 4, 2.0))
+    methods = {}
+    assert passes(posterior.networks, lambda: methods.update(mola.baselines(posterior, val, progress=False))) == [4, 4]
+    assert list(methods) == CLASS_BASELINES
+    refitted = mola.fit(posterior.networks, loader(table(400, 0)), structure="full", progress=False)
+    predictors = {**methods, "MoLA": posterior, "full": refitted}
+    run = lambda: mola.evaluate(predictors, test, ood={"far": far})  # noqa: E731
+    assert passes(posterior.networks, run) == [3, 3]
+
+
+def test_methods_that_share_passes_have_the_results_of_each_alone(posterior):
+    val, test, far = loader(table(200, 1)), loader(table(100, 2)), {"far": loader(table(60, 4, 2.0))}
+    methods = {"MoLA": posterior, **mola.baselines(posterior, val, progress=False)}
+    together = mola.evaluate(methods, test, ood=far)
+    for name, method in methods.items():
+        assert_close(
+            mola.evaluate({name: method}, test, ood=far).entries,
+            {key: row for key, row in together.entries.items() if key[0] == name},
+            "float64",
+        )
+
+
+def test_posteriors_that_share_some_networks_run_each_once():
+    trunk, heads = network(8), [nn.Linear(8, 4).double() for _ in range(3)]
+    branches = [nn.Sequential(trunk, head) for head in heads]
+    train, test = loader(table(100, 0)), loader(table(60, 2))
+    first, last = (mola.fit(part, train, progress=False) for part in (branches[:2], branches[1:]))
+    run = lambda: mola.evaluate({"first": first, "last": last}, test)  # noqa: E731
+    assert passes(heads, run) == [1, 1, 1]
+
+
+def test_baselines_are_what_a_program_would_make(posterior):
+    networks, val = posterior.networks, loader(table(200, 1))
+    weighted = posterior.with_weights([0.3, 0.7])
+    methods = mola.baselines(weighted, val, progress=False)
+    scaled = mola.calibration.temperature_scaled
+    quiet = {"weights": [0.3, 0.7], "progress": False}
+    expected = {
+        "MAP": mola.ensemble(networks[0]),
+        "MAP-T": scaled(networks[0], val, progress=False),
+        "DE": mola.ensemble(networks, [0.3, 0.7]),
+        "DE-T": scaled(networks, val, **quiet),
+        "DE-L": scaled(networks, val, mean="logits", **quiet),
+        "LLLA": mola.fit(networks[0], loader(table(400, 0)), val, progress=False),
+        "MoLA (paper)": weighted.tune(val, rule="threshold", progress=False),
+    }
+    inputs, _ = table(50, 3)
+    for name, method in expected.items():
+        assert_close(methods[name](inputs), method(inputs), "float64", name=name)
+    assert list(mola.baselines(posterior.alone(0), val, progress=False)) == ["MAP", "MAP-T", "LLLA (paper)"]
+    assert list(mola.baselines(posterior)) == ["MAP", "DE", "LLLA"]
+    with pytest.raises(OptionError, match="plain ensemble"):
+        mola.baselines(mola.ensemble(networks), val)
+
+
+def test_baselines_of_a_regression():
+    inputs = torch.randn(200, 5, generator=generator())
+    targets = inputs[:, :2] + 0.3 * torch.randn(200, 2, generator=generator(1))
+    data = loader((inputs, targets))
+    posterior = mola.fit(
+        [network(2, seed) for seed in range(2)], data[:2], data[2:], likelihood="gaussian", progress=False
+    )
+    methods = mola.baselines(posterior, data[2:], progress=False)
+    assert list(methods) == ["MAP", "MAP-N", "DE", "DE-N", "LLLA"]
+    rows = mola.evaluate({"MoLA": posterior, **methods}, data[2:])
+    assert rows["DE-N", "test"]["nll"].value < rows["DE", "test"]["nll"].value
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_saved_with_its_verdict(posterior, tmp_path):
+    methods = {"ours": posterior, **mola.baselines(posterior, loader(table(200, 1)), progress=False)}
+    data = {"ood": {"far": loader(table(60, 4, 2.0))}, "shifted": {"blur": loader(table(80, 3, 0.5))}}
+    evaluation = mola.evaluate(methods, loader(table(100, 2)), classes=["<a>", "b", "c", "d"], **data)
+    assert "<table>" in evaluation._repr_html_()
+    path = evaluation.save(tmp_path / "page")
+    text = path.read_text()
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "a" not in page.tags
+    for words in (
+        "ours: ",
+        "DE-L",
+        "MoLA (paper)",
+        "Shifted data: blur",
+        "Outliers: far",
+        "&lt;a&gt;",
+        "mola.evaluate",
+    ):
+        assert words in text
+    numbers = json.loads((path.parent / "numbers.json").read_text())
+    assert numbers["methods"]["DE"]["labelled"]["blur"]["metrics"]["nll"] == evaluation["DE", "blur"]["nll"].value
+    evaluation.save(tmp_path / "page")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "index.html").write_text("mine")
+    with pytest.raises(StorageError, match="other files"):
+        evaluation.save(tmp_path / "notes")
+    assert (tmp_path / "notes" / "index.html").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("_blank_figures")
+def test_one_predictor_has_a_page(posterior, tmp_path):
+    assert "MoLA: 1." in mola.evaluate(posterior, loader(table(100, 2))).save(tmp_path).read_text()
+    regression = mola.ensemble(network(2), likelihood=mola.likelihoods.Gaussian(noise=0.5))
+    inputs, _ = table(30, 0)
+    assert "network: " in mola.evaluate(regression, [(inputs, inputs[:, :2])]).save(tmp_path).read_text()

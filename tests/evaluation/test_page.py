@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from molaplace.evaluation import Comparison, Lead, MethodResult, SetInfo
+from molaplace.evaluation import Evaluation, Lead, MethodResult, SetInfo
 from molaplace.evaluation.comparison import AnswerResult, DecisionResult, SetResult
 from molaplace.report.comparison_tables import detail_table, evaluation_tables
 from molaplace.report.numbers import Quantity
@@ -21,7 +21,7 @@ def texts(table):
     return dict(zip(table.texts.index, table.texts.to_numpy().tolist(), strict=True))
 
 
-def one_run() -> Comparison:
+def one_run() -> Evaluation:
     """Three methods on a test set and a set of outliers with hostile names; MoLA leads clearly by log loss and one score."""
     test, outside = "<i>test</i>", "a/<q>&.npz"
     methods = {}
@@ -43,8 +43,9 @@ def one_run() -> Comparison:
     by_method = Lead(("MoLA",), 0.04, (), ("DE",), 0.02, 0.003, (("MoLA",),))
     by_score = Lead(("MoLA", "entropy"), 0.95, (), ("DE", "entropy"), 0.01, 0.002, (("MoLA", "entropy"),))
     chance = replace(by_method, clear=())
-    return Comparison(
+    return Evaluation(
         title="one",
+        subject="MoLA",
         sets={
             test: SetInfo(test, test, "test", 8000),
             outside: SetInfo(outside, "<q>&.npz", "outlier", 10000),
@@ -56,7 +57,7 @@ def one_run() -> Comparison:
         },
         differences={"MAP": {"nll": (0.04, 0.003)}, "DE": {"nll": (0.02, 0.003)}},
         notes=("<script>alert(1)</script>",),
-        made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"molaplace": "1.0"}},
+        made={"by": "molaplace evaluate <p>", "seconds": 3.0, "versions": {"molaplace": "1.0"}},
     )
 
 
@@ -97,9 +98,9 @@ def test_decisions_stand_beside_their_rates_and_an_impossible_rate_beside_its_re
     ]
     sets = SetResult(0.9, 0.93, 1.2, 0.0, {"cat": 0.96, "dog": 0.88})
     decisions = DecisionResult(0.05, 0.046, {}, answers, sets)
-    comparison = replace(one_run(), decisions=decisions)
+    evaluation = replace(one_run(), decisions=decisions)
     table, by_class = (
-        table for table in evaluation_tables(comparison) if "ecisions" in table.title or "sets" in table.title
+        table for table in evaluation_tables(evaluation) if "ecisions" in table.title or "sets" in table.title
     )
     assert texts(table) == {
         "false alarms": ["5.0", "4.60", MISSING],

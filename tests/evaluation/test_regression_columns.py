@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from molaplace.evaluation import PredictionColumns, labelled_result, measured, outlier_leads, outlier_result
-from molaplace.evaluation.columns import LEVELS, NOMINAL_LEVELS
+from molaplace.evaluation.columns import LEVELS, NOMINAL_LEVELS, DenseRows
 from molaplace.evaluation.leads import differences
-from molaplace.evaluation.positions import DenseRows
 from molaplace.likelihoods import BERNOULLI
 from molaplace.prediction import RegressionPrediction
 

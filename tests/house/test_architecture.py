@@ -57,7 +57,7 @@ def public_objects():
         classes = [name for name in vars(module) if name.startswith("Mola") or name.endswith("Error")]
         for name in getattr(module, "__all__", UNLISTED.get(module_name, classes)):
             value = getattr(module, name)
-            if (inspect.isclass(value) or inspect.isfunction(value)) and value is not mola.evaluate:
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value not in (mola.evaluate, mola.baselines):
                 yield f"{module.__name__}.{name}", value
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from molaplace import __version__
 from molaplace.cli.decisions import CERTAINTY, make_decisions, outlier_threshold
 from molaplace.cli.folder import PosteriorFolder, open_posterior
-from molaplace.cli.methods import COVERAGE, ENSEMBLE, LAPLACE, MIXTURE, SINGLE, ComparedMethods, tune_methods
 from molaplace.cli.options import (
     MORE,
     FolderOptions,
@@ -30,20 +28,28 @@ from molaplace.cli.options import (
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.data.opening import are_same
+from molaplace.decisions.intervals import PredictionIntervals
+from molaplace.decisions.sets import PredictionSets
 from molaplace.distributed import Team, join
-from molaplace.errors import DataError, OptionError, warn
-from molaplace.evaluation import Columns, Comparison, PredictionColumns, Role, SetInfo, compare
+from molaplace.errors import OptionError, warn
+from molaplace.evaluation import Columns, Evaluation, PredictionColumns, SetInfo, baselines, collect, compare, set_info
+from molaplace.evaluation.baselines import ENSEMBLE, LAPLACE, MIXTURE, SINGLE
+from molaplace.evaluation.columns import LEVELS
 from molaplace.evaluation.comparison import AnswerResult, DecisionResult
+from molaplace.evaluation.evaluate import made_by
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
-from molaplace.network import IGNORE_INDEX, evaluating, stream
+from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
-from molaplace.rules.held_out import POSITIONS_PER_INPUT
+from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.rules.label_checks import check_class_order
 from molaplace.saving.files import check_folder
+
+COVERAGE = 0.9
+"""Coverage guaranteed for the prediction sets in the report."""
 
 ERROR_RATES = (0.01, 0.02, 0.05)
 """Error rates guaranteed for the decisions in the report."""
@@ -91,23 +97,24 @@ def evaluate(options: EvaluateOptions) -> None:
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        comparison = run_evaluate(fitted, options, part(progress, 0.0, DRAWING_BEGINS), team)
-        numbers = comparison.document()
+        evaluation = run_evaluate(fitted, options, part(progress, 0.0, DRAWING_BEGINS), team)
         if not team.first:
             return  # only rank 0 writes and prints
         run = to_toml(as_document(options, "evaluate", output))
         drawing = part(progress, DRAWING_BEGINS, 1.0)
-        page = write_evaluation(comparison, numbers, output, drawing, run=run, overwrite=True)  # as checked above
+        page = write_evaluation(evaluation, output, drawing, run=run, overwrite=True)  # as checked above
     if not options.quiet and not options.as_json:
-        _print_summary(Console(highlight=False), comparison, page)
-    finish(SkippedInputs(comparison.left_out), numbers, team, as_json=options.as_json, quiet=options.quiet)
+        _print_summary(Console(highlight=False), evaluation, page)
+    finish(
+        SkippedInputs(evaluation.left_out), evaluation.document(), team, as_json=options.as_json, quiet=options.quiet
+    )
 
 
-def _print_summary(console: Console, comparison: Comparison, page: Path) -> None:
+def _print_summary(console: Console, evaluation: Evaluation, page: Path) -> None:
     # Print the findings and the main table. The report contains all results.
-    for title, finding in evaluation_findings(comparison).items():
+    for title, finding in evaluation_findings(evaluation).items():
         console.print(f"[bold]{escape(title)}:[/bold] {escape(finding)}", soft_wrap=True)
-    print_table(console, replace(evaluation_tables(comparison)[0], caption=""))
+    print_table(console, replace(evaluation_tables(evaluation)[0], caption=""))
     where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder."
     console.print(where, soft_wrap=True)
 
@@ -120,7 +127,7 @@ def run_evaluate(
     options: EvaluateOptions,
     progress: Progress = no_progress,
     team: Team | None = None,
-) -> Comparison:
+) -> Evaluation:
     """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""
     began = time.perf_counter()
     test = options.test
@@ -152,71 +159,80 @@ def run_evaluate(
     outlier_loader = None
     if fitted.job.outliers is not None:
         outlier_loader = loader(fitted.open_dataset(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
-    methods, notes = tune_methods(fitted, held_out, outlier_loader, team)
+    subject = MIXTURE if len(posterior.components) > 1 else LAPLACE
+    methods = baselines(posterior, held_out, rule=fitted.job.make_rule(outlier_loader), team=team)
+    methods[subject] = posterior
+    guarantees = Guarantees(*_guarantees(fitted))
+    head = posterior.components[0].head
     columns = {
-        name: _collect(methods, loader(source, Path(name).name, step, labelled=name == test), team)
+        name: collect(
+            methods,
+            loader(source, Path(name).name, step, labelled=name == test),
+            source.name,
+            labelled=name == test,
+            positions=POSITIONS_PER_INPUT,
+            ignore_index=IGNORE_INDEX if head is None else head.ignore_index,
+            guarantees={subject: guarantees.of},
+            team=team,
+        )
         for step, (name, source) in enumerate(sources.items(), 1)
     }
-    classes = fitted.output_names
+    on_test = columns[test]
+    if posterior.likelihood.mutually_exclusive:
+        single = on_test[SINGLE].data
+        check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {sources[test].name}")
     return compare(
         test,
-        [_set_info(posterior, name, options, by_method[methods.subject]) for name, by_method in columns.items()],
+        [_set_info(name, options, by_method[subject]) for name, by_method in columns.items()],
         columns,
-        methods.tuned(),
-        classes=classes,
-        notes=(*notes, *warnings),
+        methods,
+        subject=subject,
+        classes=fitted.output_names,
+        notes=(*_notes_on_data(posterior, held_out), *warnings),
         left_out=skipped.together(team).left_out,
-        decisions=_decisions(fitted, methods, columns[test], classes),
-        made={
-            "components": len(posterior.components),
-            "posterior": str(fitted.folder),
-            "validation": tuned_on,
-            "structure": posterior.structure,
-            "rule": fitted.job.rule,
-            "seconds": time.perf_counter() - began,
-            "versions": {"molaplace": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        },
+        decisions=_decisions(fitted, subject, guarantees, on_test),
+        made=made_by(
+            f"molaplace evaluate {fitted.folder}",
+            time.perf_counter() - began,
+            components=len(posterior.components),
+            posterior=str(fitted.folder),
+            validation=tuned_on,
+            structure=posterior.structure,
+            rule=fitted.job.rule,
+        ),
     )
 
 
-def _collect(methods: ComparedMethods, loader: Loader, team: Team) -> dict[str, PredictionColumns]:
-    # Predict every batch with every method, and return the scores of the data from all processes.
-    columns = {method: PredictionColumns() for method in methods.methods}
-    posterior = methods.posterior
-    heads = [component.head for component in posterior.components]
-    captured = stream(
-        posterior.networks,
-        heads,
-        loader,
-        where=loader.source.name,
-        likelihood=posterior.likelihood,
-        labelled=loader.labelled,
-        positions=POSITIONS_PER_INPUT,
-        ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
-        required=False,
-    )
-    with evaluating(*posterior.networks):
-        for batch in captured:
-            methods.add(columns, batch)
-    if not any(team.collect(len(columns[methods.subject].data))):
-        raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
-    columns = {method: of_method.gather(team) for method, of_method in columns.items()}
-    if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
-        single = columns[SINGLE].data
-        check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {loader.source.name}")
-    return columns
-
-
-def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, columns: PredictionColumns) -> SetInfo:
+def _set_info(name: str, options: EvaluateOptions, columns: PredictionColumns) -> SetInfo:
     last = Path(name).name
     unique = [Path(other).name for other in options.ood].count(last) == 1
-    title = last if last and unique else name
-    table = columns.data if name == options.test else columns.scores
-    role: Role = "test" if name == options.test else "outlier"
-    if table.groups is None:
-        return SetInfo(name, title, role, len(table))
-    parts = "position" if posterior.is_dense else "label"
-    return SetInfo(name, title, role, len(table), 0.0, parts, columns.count)
+    return set_info(name, last if last and unique else name, "test" if name == options.test else "outlier", columns)
+
+
+def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:
+    classification = posterior.likelihood.classification
+    notes = []
+    if held_out is None:
+        lacking = "temperatures" if classification else "scaled noise"
+        notes.append(
+            f"The report has no {lacking}, because there are no validation data. Specify validation data with --val."
+        )
+    if posterior.is_dense:
+        notes.append(
+            f"Every number is computed over at most {POSITIONS_PER_INPUT} positions drawn at random from each input. Standard "
+            f"errors treat each input as one observation, because the positions of one input are correlated."
+        )
+    elif classification and not posterior.likelihood.mutually_exclusive:
+        notes.append(
+            "Metrics on labelled data count each known label of an input once. Standard errors treat each input as one "
+            "observation, because the labels of one input may depend on each other."
+        )
+    weights = posterior.weights.tolist()
+    if max(weights) - min(weights) > 1e-9:
+        listed = ", ".join(f"{weight:.3f}" for weight in weights)
+        scaled = ENSEMBLE + ("-T" if classification else "-N")
+        notes.append(f"{ENSEMBLE}, {scaled} and {MIXTURE} use these weights: {listed}.")
+    return notes
 
 
 def _repeated_data(fitted: PosteriorFolder, test: str, val: str | None) -> list[str]:
@@ -234,11 +250,37 @@ def _repeated_data(fitted: PosteriorFolder, test: str, val: str | None) -> list[
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Guarantees:
+    """Prediction sets or intervals, calibrated on the validation data in the posterior's folder."""
+
+    sets: PredictionSets | None
+    """Conformal sets for classification; None if there are too few validation data."""
+    intervals: Mapping[float, PredictionIntervals]
+    """Calibrated intervals for regression, keyed by each coverage for which there are enough validation data."""
+
+    def of(self, prediction: Any) -> dict[str, Any]:
+        """Return the sets and intervals of a batch."""
+        return {
+            "sets": None if self.sets is None else self.sets(prediction),
+            "intervals": {level: ends(prediction) for level, ends in self.intervals.items()},
+        }
+
+
+def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[float, PredictionIntervals]]:
+    intervals: dict[float, PredictionIntervals] = {}
+    with suppress(OptionError):
+        if fitted.posterior.likelihood.classification:
+            return make_decisions(fitted, coverage=COVERAGE).sets, intervals
+        for level in LEVELS:  # higher levels need more data
+            calibrated = make_decisions(fitted, coverage=level).intervals
+            assert calibrated is not None
+            intervals[level] = calibrated
+    return None, intervals
+
+
 def _decisions(
-    fitted: PosteriorFolder,
-    methods: ComparedMethods,
-    on_test: Mapping[str, PredictionColumns],
-    classes: Sequence[str],
+    fitted: PosteriorFolder, subject: str, guarantees: Guarantees, on_test: Mapping[str, PredictionColumns]
 ) -> DecisionResult | None:
     # Compare the guarantees derived from the validation data with the rates measured on the test data.
     limit = outlier_threshold(fitted, None)
@@ -247,21 +289,21 @@ def _decisions(
         likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
     ):
         return None
-    subject = on_test[methods.subject]
-    outlying = subject.scores["ood score"] > limit
+    data = on_test[subject].data
+    outlying = on_test[subject].scores["ood score"] > limit
     curves: dict[str, list[list[float]]] = {}
     answers: list[AnswerResult] = []
     if likelihood.classification:
         unscaled = [method for method in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if method in on_test]
         curves = {method: risk_curve(on_test[method].data) for method in unscaled}
-        answers = [_answers_at(fitted, rate, subject.data, outlying) for rate in ERROR_RATES]
+        answers = [_answers_at(fitted, rate, data, outlying) for rate in ERROR_RATES]
     return DecisionResult(
         false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
         alarms=float(outlying.double().mean()),
         curves=curves,
         answers=answers,
-        sets=set_result(subject.data, COVERAGE, classes) if "set size" in subject.data else None,
-        intervals=[interval_result(subject.data, level) for level in methods.intervals],
+        sets=set_result(data, COVERAGE, fitted.output_names) if "set size" in data else None,
+        intervals=[interval_result(data, level) for level in guarantees.intervals],
     )
 
 

@@ -10,7 +10,7 @@ from jinja2 import PackageLoader
 from safetensors.torch import save_file
 
 from molaplace.demo.run import DEMO_METHODS, PATCHES, DemoResult
-from molaplace.evaluation import Comparison
+from molaplace.evaluation import Evaluation
 from molaplace.progress import Progress, no_progress
 from molaplace.report.comparison_tables import BOLD, comparison_table, test_table
 from molaplace.report.curves import Line, Panel, draw_against_level, draw_panels, draw_reliability
@@ -76,7 +76,7 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def demo_headlines(comparison: Comparison) -> dict[str, dict[str, str]]:
+def demo_headlines(comparison: Evaluation) -> dict[str, dict[str, str]]:
     """Return the value of each method under each title: the cards at the top of the page, which the terminal also shows."""
     turned = next(info.name for info in comparison.of_role("shift") if info.level == 30)
     headlines: dict[str, dict[str, str]] = {}
@@ -108,7 +108,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
     ]
 
 
-def outlier_table(comparison: Comparison) -> Table:
+def outlier_table(comparison: Evaluation) -> Table:
     """Return the mean confidence, and the AUROC of three scores, on every outlier set."""
     columns = []
     for info in comparison.of_role("outlier"):

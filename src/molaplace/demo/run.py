@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace.calibration import temperature_scaled
 from molaplace.data.digits import Digits, load_digits
 from molaplace.demo.data import (
     LOSS,
@@ -31,12 +30,11 @@ from molaplace.demo.data import (
 from molaplace.errors import collect_warnings
 from molaplace.evaluation import (
     NUM_EXAMPLES,
-    Comparison,
+    Evaluation,
     Pictures,
-    PredictionColumns,
     SetInfo,
+    collect,
     compare,
-    outlier_scores,
 )
 from molaplace.metrics import mean_confidence
 from molaplace.numerics import one_thread
@@ -127,7 +125,7 @@ class DemoResult:
     settings: DemoSettings
     networks: Sequence[nn.Module]
     """The networks trained on the digits."""
-    comparison: Comparison
+    comparison: Evaluation
     """Comparison of the methods on test digits, rotated digits, and inputs that are not digits."""
     distance: DistanceResult
     moons: MoonsResult
@@ -150,26 +148,20 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
     """Return the fitted and tuned methods."""
     with collect_warnings():
         posterior = mola.fit(networks, train, progress=False)
-        return {
-            SINGLE: mola.ensemble(networks[:1]),
-            ENSEMBLE: temperature_scaled(networks, validation),
-            PAPER: posterior.tune(validation, rule="threshold", progress=False),
-            DEFAULT: posterior.tune(validation, progress=False),
-        }
+        plain = mola.baselines(posterior, validation, progress=False)
+        tuned = posterior.tune(validation, progress=False)
+    return {SINGLE: plain["MAP"], ENSEMBLE: plain["DE-T"], PAPER: plain["MoLA (paper)"], DEFAULT: tuned}
 
 
 # --- digits ----------------------------------------------------------------------------------------------------------
 
 
-def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Comparison:
+def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Evaluation:
     """Score fitted methods on the original and rotated test digits, and on outliers."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
     rotated = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
     columns = {
-        name: {
-            method: _columns(posterior, inputs, digits.test.labels if name in rotated else None)
-            for method, posterior in methods.items()
-        }
+        name: collect(methods, [(inputs, digits.test.labels)], name, labelled=name in rotated)
         for name, inputs in {**rotated, **outliers}.items()
     }
     sets = [
@@ -181,33 +173,17 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
         ),
         *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in outliers.items()),
     ]
-    tunings = {method: posterior.tuning for method, posterior in methods.items() if posterior.tuning is not None}
     labels = tuple(digits.test.labels[:NUM_EXAMPLES].tolist())
     pictures = {names[angle]: Pictures(_pixels(rotated[names[angle]]), labels) for angle in PICTURED_ANGLES}
     return compare(
         "digits",
         sets,
         columns,
-        {method: _tuned(posterior) for method, posterior in methods.items()},
+        methods,
+        subject=DEFAULT,
         pictures=pictures | {PATCHES: Pictures(_pixels(outliers[PATCHES]))},
-        notes=tuple(f"{method}: {note}" for method, tuning in tunings.items() for note in tuning.notes),
         made={"parameters": sum(parameter.numel() for parameter in methods[SINGLE].networks[0].parameters())},
     )
-
-
-def _columns(method: MoLA, inputs: Tensor, labels: Tensor | None) -> PredictionColumns:
-    prediction = method.predict(inputs, progress=False)
-    ood_score = None if method.structure is None else prediction.ood_score
-    scores = outlier_scores(prediction.probs, prediction.logit_mean, method.weights, ood_score)
-    columns = PredictionColumns()
-    columns.add(prediction, labels, scores=scores)
-    return columns
-
-
-def _tuned(method: MoLA) -> dict[str, Any]:
-    if method.structure is None or method.tuning is None:
-        return {}
-    return {"prior_precision": list(method.prior_precision), **method.settings.changed(), "rule": method.tuning.rule}
 
 
 def _pixels(inputs: Tensor) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@
 for reports and records.
 """
 
+from molaplace.evaluation.baselines import baselines
 from molaplace.evaluation.catalogue import METRICS
 from molaplace.evaluation.columns import (
     CLASSIFICATION_SCORES,
@@ -14,7 +15,7 @@ from molaplace.evaluation.columns import (
     regression_scores,
 )
 from molaplace.evaluation.comparison import (
-    Comparison,
+    Evaluation,
     Examples,
     LabelledResult,
     MethodResult,
@@ -24,7 +25,7 @@ from molaplace.evaluation.comparison import (
     SetInfo,
 )
 from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
-from molaplace.evaluation.evaluate import Evaluation, evaluate
+from molaplace.evaluation.evaluate import collect, evaluate
 from molaplace.evaluation.leads import CLEAR, TIE, Lead, labelled_leads, lead, outlier_leads
 from molaplace.evaluation.results import (
     NUM_EXAMPLES,
@@ -32,6 +33,7 @@ from molaplace.evaluation.results import (
     examples_of,
     labelled_result,
     outlier_result,
+    set_info,
 )
 
 __all__ = [
@@ -41,7 +43,6 @@ __all__ = [
     "NUM_EXAMPLES",
     "TIE",
     "Columns",
-    "Comparison",
     "Estimate",
     "Evaluation",
     "Examples",
@@ -54,6 +55,8 @@ __all__ = [
     "PredictionColumns",
     "Role",
     "SetInfo",
+    "baselines",
+    "collect",
     "compare",
     "evaluate",
     "examples_of",
@@ -66,4 +69,5 @@ __all__ = [
     "outlier_scores",
     "regression_scores",
     "separation",
+    "set_info",
 ]

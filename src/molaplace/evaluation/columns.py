@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from molaplace.distributed import Team
 from molaplace.errors import DataError
-from molaplace.evaluation.positions import DenseRows
 from molaplace.likelihoods import CATEGORICAL, ClassificationLikelihood, ClassificationPredictive
 from molaplace.outliers import max_logit_score
 from molaplace.prediction import Prediction, RegressionPrediction
@@ -94,6 +93,15 @@ class Columns:
         return torch.cat([part[:, index] for part in self.parts])
 
 
+class DenseRows(NamedTuple):
+    """The inputs to which the rows of a flattened dense prediction belong."""
+
+    inputs: Tensor
+    """Index of each row's input in the batch, shape (n,)."""
+    num_inputs: int
+    """Number of inputs in the batch."""
+
+
 @dataclass
 class PredictionColumns:
     """What an evaluation keeps of a predictor's predictions for a data set: scores of each datum, collected batch by batch."""
@@ -110,6 +118,10 @@ class PredictionColumns:
     the index of the output; the others are named as in `data`, with "target", "mean", "lower" and "upper" (the 90 % interval)."""
     count: int = 0
     """Number of inputs."""
+    width: int = 0
+    """Number of classes or outputs."""
+    parts: str = ""
+    """What the rows of `data` are if they are not inputs: "label" or "position"."""
 
     def add(
         self,
@@ -142,11 +154,15 @@ class PredictionColumns:
         if isinstance(prediction, RegressionPrediction):
             scores = regression_scores(prediction) if scores is None else scores
             data, outputs = _regression_columns(prediction, labels, intervals, where, detail=detail)
+            self.width = prediction.mean.shape[-1]
         else:
             if scores is None:
                 scores = {"max probability": _max_probability(prediction), "ood score": prediction.ood_score}
             data = _classification_columns(prediction, labels, sets, where, dense=dense_rows is not None)
             outputs = {}
+            self.width = prediction.probs.shape[-1]
+        if dense_rows is not None or INPUT in data:
+            self.parts = "label" if dense_rows is None else "position"
         # Outlier scores have one row for each input or position. If an input or position has several rows in `data`, the column INPUT
         # refers each to its row of scores in this batch. It is replaced by the index of the input in the data set.
         if dense_rows is None:
@@ -181,7 +197,8 @@ class PredictionColumns:
         """Return, in every process, the columns of all processes."""
         outputs = self.outputs.gather(team) if any(team.collect(len(self.outputs))) else self.outputs
         count = sum(team.collect(self.count))
-        return PredictionColumns(self.data.gather(team), self.scores.gather(team), outputs, count)
+        width, parts = max(team.collect((self.width, self.parts)))
+        return PredictionColumns(self.data.gather(team), self.scores.gather(team), outputs, count, width, parts)
 
 
 def _max_probability(prediction: Prediction) -> Tensor:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from molaplace.errors import importing
+from molaplace.evaluation.estimates import Estimate
 from molaplace.evaluation.leads import Lead
 
 CONFIDENCE_BINS = 50
 """Number of equal-width bins from 0 to 1 in the confidence histograms."""
+
+SHOWN = (
+    *("accuracy", "rmse", "nll", "crps", "brier", "ece", "aurc", "confidence", "auroc", "std", "coverage_90"),
+    *(f"{metric}_{score}" for score in ("max_probability", "variance", "ood_score") for metric in ("auroc", "fpr95")),
+)
+"""Metrics in the table that a terminal or notebook shows."""
 
 Role = Literal["train", "validation", "test", "shift", "outlier"]
 """Role of a data set in a comparison."""
@@ -32,6 +42,11 @@ class SetInfo:
     """Unit of `count`: "label" or "position"; empty if `count` is the number of inputs."""
     inputs: int | None = None
     """Number of inputs if `count` is the number of labels or positions, otherwise None."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs."""
+        return self.count if self.inputs is None else self.inputs
 
 
 @dataclass(frozen=True)
@@ -193,14 +208,20 @@ class DecisionResult:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Results of several methods on the same sets: the content of a report."""
+class Evaluation:
+    """Results of several methods on the same sets, returned by `mola.evaluate`: a table of metrics with standard errors.
+
+    It is shown in terminals and notebooks. `table[predictor, data]` maps the name of each metric to an `Estimate`, a value and its
+    standard error, `to_frame()` returns a data frame, and `save("folder")` writes a page with tables, figures and a verdict.
+    """
 
     title: str
+    subject: str
+    """Name of the method that the evaluation is about, such as MoLA; the verdict compares it with the others."""
     sets: dict[str, SetInfo]
     """Data sets by name: first the test set, then the shifted sets in order of level, then the outlier sets."""
     methods: dict[str, MethodResult]
-    """Results by method; the last method is the posterior that the comparison is about."""
+    """Results by method."""
     classes: tuple[str, ...] = ()
     """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
@@ -220,6 +241,80 @@ class Comparison:
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
     """The nll (for regression, also rmse and crps) of every other method minus that of `subject`, with standard errors."""
+
+    @property
+    def entries(self) -> dict[tuple[str, str], dict[str, Estimate]]:
+        """Metrics by method and set, in the order of the table."""
+        entries = {}
+        for method, result in self.methods.items():
+            for name, on_set in result.labelled.items():
+                entries[method, name] = {
+                    metric: Estimate.of(on_set.metrics[metric], error) for metric, error in on_set.errors.items()
+                }
+            for name, outliers in result.outliers.items():
+                entries[method, name] = {
+                    f"{metric}_{score.replace(' ', '_')}": Estimate.of(outliers.scores[score][metric], error)
+                    for score, errors in outliers.errors.items()
+                    for metric, error in errors.items()
+                }
+        return entries
+
+    def __getitem__(self, key: tuple[str, str]) -> Mapping[str, Estimate]:
+        entries = self.entries
+        if key not in entries:
+            listed = ", ".join(map(str, entries))
+            raise KeyError(f"there is no row {key!r}; expected (predictor, data) to be one of {listed}")
+        return entries[key]
+
+    def _tables(self) -> list[list[list[str]]]:
+        # Labelled data and outliers are shown in separate tables with the main metrics, each with its own header.
+        tables: dict[tuple[str, ...], list[list[str]]] = {}
+        entries = self.entries
+        for outlying in (False, True):
+            rows = {key: row for key, row in entries.items() if (self.sets[key[1]].role == "outlier") == outlying}
+            names = tuple(dict.fromkeys(name for row in rows.values() for name in row if name in SHOWN))
+            for (method, name), row in rows.items():
+                table = tables.setdefault(names, [["predictor", "data", "count", *names]])
+                cells = [str(row[metric]) if metric in row else "" for metric in names]
+                table.append([method, name, f"{self.sets[name].num_inputs:,}", *cells])
+        return list(tables.values())
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(_aligned, self._tables()))
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for header, *rows in self._tables():
+            cells = [("th", header), *(("td", row) for row in rows)]
+            lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in cells]
+            parts.append(f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+        return "".join(parts)
+
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
+        with importing("to_frame", "pandas", "cli"):
+            import pandas
+        entries = self.entries
+        records = []
+        for (_, name), row in entries.items():
+            values = {metric: estimate.value for metric, estimate in row.items()}
+            errors = {f"{metric}_se": estimate.error for metric, estimate in row.items()}
+            records.append({"count": self.sets[name].num_inputs} | values | errors)
+        return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(entries, names=["predictor", "data"]))
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
+        """Write a page with the verdict, tables and figures to a folder, and return the path of the page.
+
+        The page, `index.html`, is self-contained. Beside it are `numbers.json`, `tables.md` and the figures as SVG and PNG. An older page
+        in the folder is replaced; a folder with other content is refused.
+
+        Args:
+            directory: the folder, which is created if it does not exist.
+            overwrite: whether to write even if the folder has other content. Only files that molaplace wrote are ever replaced.
+        """
+        with importing("save", "matplotlib", "cli"):
+            from molaplace.report.writing import write_evaluation
+        return write_evaluation(self, Path(directory), overwrite=overwrite)
 
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
@@ -250,14 +345,23 @@ class Comparison:
         return {method: result.labelled[self.test.name] for method, result in self.methods.items()}
 
     @property
-    def subject(self) -> str:
-        """Name of the last method: MoLA, or LLLA if there is only one network."""
-        return list(self.methods)[-1]
-
-    @property
     def baseline(self) -> str:
-        """Name of the method without a posterior: the deep ensemble, or MAP if there is only one network."""
-        return "DE" if "DE" in self.methods else "MAP"
+        """Name of the method without a posterior: the deep ensemble, MAP, or else the first other method, if there is one."""
+        others = [method for method in self.methods if method != self.subject]
+        return next((method for method in ("DE", "MAP", *others) if method in self.methods), self.subject)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    # The first two columns are aligned on the left, the numbers on the right.
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in table:
+        padded = [
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _filled(value: Any) -> Any:

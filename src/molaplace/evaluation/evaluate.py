@@ -7,75 +7,46 @@ uncertainty.
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from molaplace import __version__
 from molaplace.distributed import Team
-from molaplace.errors import DataError, OptionError, importing, located
-from molaplace.evaluation.columns import PredictionColumns
-from molaplace.evaluation.estimates import Estimate, Measurement, measured, separation
-from molaplace.evaluation.positions import flatten_positions
+from molaplace.errors import DataError, OptionError, located
+from molaplace.evaluation.columns import DenseRows, PredictionColumns, outlier_scores, regression_scores
+from molaplace.evaluation.comparison import Evaluation, Role
+from molaplace.evaluation.results import compare, set_info
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Likelihood
+from molaplace.likelihoods.base import pooled
 from molaplace.mixture import Mixture, as_probabilities, prediction_of
-from molaplace.network import IGNORE_INDEX, batch_count, check_loader, evaluating, labels_of_logits, named_batches
+from molaplace.network import (
+    IGNORE_INDEX,
+    Batch,
+    Captured,
+    Passes,
+    batch_count,
+    capture,
+    check_inputs,
+    check_loader,
+    evaluating,
+    labels_of_logits,
+    named_batches,
+    select_rows,
+)
 from molaplace.numerics import as_tensor
 from molaplace.options import counted, whole_number
-from molaplace.prediction import Prediction
+from molaplace.posterior import MoLA
+from molaplace.prediction import Prediction, RegressionPrediction
 from molaplace.predictor import Predictor
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A table of metrics. `table[predictor, data]` maps the name of each metric to an `Estimate`: a value and its standard error."""
-
-    entries: Mapping[tuple[str, str], Mapping[str, Estimate]]
-    counts: Mapping[tuple[str, str], int]
-    """Number of inputs evaluated for each row of the table."""
-
-    def __getitem__(self, key: tuple[str, str]) -> Mapping[str, Estimate]:
-        if key not in self.entries:
-            listed = ", ".join(map(str, self.entries))
-            raise KeyError(f"there is no row {key!r}; expected (predictor, data) to be one of {listed}")
-        return self.entries[key]
-
-    def to_frame(self) -> Any:
-        """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
-        with importing("to_frame", "pandas", "cli"):
-            import pandas
-        records = [
-            {"count": self.counts[key]}
-            | {name: estimate.value for name, estimate in estimates.items()}
-            | {f"{name}_se": estimate.error for name, estimate in estimates.items()}
-            for key, estimates in self.entries.items()
-        ]
-        return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.entries, names=["predictor", "data"]))
-
-    def __repr__(self) -> str:
-        # Labelled data and outliers are shown in separate tables, each with its own header.
-        tables: dict[tuple[str, ...], list[list[str]]] = {}
-        for key, estimates in self.entries.items():
-            table = tables.setdefault(tuple(estimates), [["predictor", "data", "count", *estimates]])
-            table.append([*key, f"{self.counts[key]:,}", *map(str, estimates.values())])
-        return "\n\n".join(_aligned(table) for table in tables.values())
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> str:
-    # The first two columns are aligned on the left, the numbers on the right.
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for cells in table:
-        padded = [
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+THIS = "mola.evaluate"
 
 
 def evaluate(
@@ -87,26 +58,33 @@ def evaluate(
     likelihood: str | Likelihood | None = None,
     positions: str | int = "all",
     ignore_index: int = IGNORE_INDEX,
-    progress: bool = False,
+    classes: Sequence[str] | None = None,
+    progress: bool = True,
     team: Team | None = None,
 ) -> Evaluation:
     """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
+
+    Every loader is read once, and each network runs once on each batch, however many posteriors and ensembles share it. Add
+    `mola.baselines(posterior, val_loader)` to compare a posterior with other methods for the same networks, and write a page with tables,
+    figures and a verdict with `evaluate(...).save("folder")`.
 
     For classification, the metrics are accuracy, log loss (nll), Brier score, expected calibration error (ece), area under the
     risk-coverage curve (aurc) and mean confidence. For multi-label data, these metrics are computed over all known labels, and auroc is
     the mean AUROC of the labels. For regression, the metrics are rmse, nll, crps, the mean standard deviation (std) and the coverage of
     90 % intervals (coverage_90). For outliers, auroc and fpr95 measure how well low confidence (auroc_max_probability), or in regression
-    a high predicted variance (auroc_variance), and a high `ood_score` (auroc_ood_score) separate outliers from the test data.
+    a high predicted variance (auroc_variance), a high `ood_score` (auroc_ood_score) and other scores separate outliers from the test data.
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable that maps inputs to probabilities of shape (n, C); or
             a dict that maps names to predictors. A single one is named by its type, or "network" or "ensemble" if it has no covariance.
-        test_loader: batches of (inputs, labels). Every loader is read once per predictor.
+            The verdict compares the first one with the others.
+        test_loader: batches of (inputs, labels).
         ood: loaders of outliers, keyed by name; labels are ignored.
         shifted: loaders keyed by name, with labelled data that differ from the test data, such as corrupted images.
         likelihood: likelihood for callables that do not come from this library; by default, "categorical".
         positions: for dense outputs, the number of positions to draw from each input, or "all" for every position.
         ignore_index: label that marks positions to ignore.
+        classes: names of the classes, or of the outputs of a regression; by default, their indices.
         progress: whether to show a progress bar when stderr is a terminal.
         team: processes that share the evaluation, each reading its own shard of the data.
     """
@@ -127,26 +105,45 @@ def evaluate(
             f"data); got the predictors {list(predictors)} and the data sets {[*shifted_loaders, *outlier_loaders]}."
         )
     loaders = {**labelled, **outlier_loaders}
-    for set_name, loader in loaders.items():
-        check_loader(loader, f"{set_name} loader")
+    for name, loader in loaders.items():
+        check_loader(loader, f"{name} loader")
     if positions != "all":
         positions = whole_number(positions, "positions")
-    collect = partial(
-        _collect, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single()
+    started = time.perf_counter()
+    columns = {
+        name: collect(
+            predictors,
+            loader,
+            f"{name} loader",
+            labelled=name in labelled,
+            likelihood=likelihood,
+            positions=positions,
+            ignore_index=ignore_index,
+            progress=progress,
+            team=team,
+        )
+        for name, loader in loaders.items()
+    }
+    roles: dict[str, Role] = {"test": "test", **dict.fromkeys(shifted_loaders, "shift")}
+    sets = [
+        set_info(name, name, roles.get(name, "outlier"), next(iter(by_predictor.values())))
+        for name, by_predictor in columns.items()
+    ]
+    return compare(
+        THIS,
+        sets,
+        columns,
+        predictors,
+        subject=next(iter(predictors)),
+        classes=classes,
+        made=made_by(THIS, time.perf_counter() - started),
     )
-    entries: dict[tuple[str, str], Mapping[str, Estimate]] = {}
-    counts: dict[tuple[str, str], int] = {}
-    for name, predictor in predictors.items():
-        predict = predictor.predict_batch if isinstance(predictor, Predictor) else _predict_with(predictor, likelihood)
-        inliers = None
-        for set_name, loader in loaders.items():
-            with located(f"predictor {name!r} on the {set_name} loader"):
-                columns = collect(predictor, predict, loader, f"{set_name} loader", labelled=set_name in labelled)
-            inliers = columns if inliers is None else inliers
-            measurements = measured(columns) if set_name in labelled else _separation(inliers, columns)
-            entries[name, set_name] = {metric: measurement.estimate for metric, measurement in measurements.items()}
-            counts[name, set_name] = columns.count
-    return Evaluation(entries, counts)
+
+
+def made_by(by: str, seconds: float, **details: Any) -> dict[str, Any]:
+    """Return the provenance of an evaluation: what made it, in how many seconds, and with which versions."""
+    versions = {"molaplace": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"by": by, **details, "seconds": seconds, "versions": versions}
 
 
 def _name_of(predictor: Any) -> str:
@@ -191,48 +188,115 @@ def _predict_with(predictor: Callable[[Any], Any], likelihood: str | Likelihood 
     return predict
 
 
-def _collect(
-    predictor: Any,
-    predict: Callable[[Any], Any],
+def collect(
+    predictors: Mapping[str, Any],
     loader: Iterable[Any],
     where: str,
     *,
     labelled: bool,
-    positions: str | int,
-    ignore_index: int,
-    progress: bool,
-    team: Team,
-) -> PredictionColumns:
-    # Predict every batch of a loader, and return the scores of its data from all processes.
-    columns = PredictionColumns()
-    empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
+    likelihood: str | Likelihood | None = None,
+    positions: str | int = "all",
+    ignore_index: int = IGNORE_INDEX,
+    guarantees: Mapping[str, Callable[[Any], Mapping[str, Any]]] | None = None,
+    progress: bool = False,
+    team: Team | None = None,
+) -> dict[str, PredictionColumns]:
+    """Predict every batch of a loader with every predictor, and return the scores of the data from all processes, by predictor.
+
+    `guarantees` maps the names of predictors to functions of a prediction that return further arguments of `PredictionColumns.add`. The
+    other arguments have the same meaning as in `evaluate`.
+    """
+    team = team or Team.single()
+    columns = {name: PredictionColumns() for name in predictors}
+    functions = {
+        name: _prepare(predictor, likelihood, labelled, positions, ignore_index)
+        for name, predictor in sorted(predictors.items(), key=lambda item: not _has_heads(item[1]))
+    }
     reader = named_batches(
-        (), loader, where, labelled=labelled, progress=progress, total=batch_count(loader), required=not empty
+        (),
+        loader,
+        where,
+        labelled=labelled,
+        progress=progress,
+        total=batch_count(loader),
+        required=team.size == 1,  # with several processes, a shard may be empty
     )
     for batch_name, batch in reader:
+        passes: Passes = {}
+        for name, function in functions.items():
+            with located(f"predictor {name!r} on the {where}"), located(batch_name), torch.no_grad():
+                prediction, more = function(batch, batch_name, passes, columns[name].count)
+                extra = guarantees[name](prediction) if guarantees and name in guarantees else {}
+                columns[name].add(prediction, detail=True, where=batch_name, **more, **extra)
         with located(batch_name):
-            prediction = predict(batch.inputs).cpu()
-        labels = batch.labels
-        if labelled and isinstance(predictor, nn.Module) and isinstance(prediction, Prediction):
-            labels = labels_of_logits([predictor], batch, prediction.probs.shape, ignore_index, batch_name)
-        prediction, labels, dense_rows = flatten_positions(
-            prediction,
-            labels,
-            batch_name,
-            ignore_index=ignore_index,
-            positions=positions,
-            first=columns.count,
-        )
-        columns.add(prediction, labels, dense_rows=dense_rows, where=batch_name)
-    columns = columns.gather(team)
-    if labelled and not len(columns.data):
+            check_inputs(batch.inputs)
+    columns = {name: part.gather(team) for name, part in columns.items()}
+    if labelled and any(not len(part.data) for part in columns.values()):
         raise DataError(f"the {where} contains no known labels. At least one label is needed.")
     return columns
 
 
-def _separation(inliers: PredictionColumns, outliers: PredictionColumns) -> dict[str, Measurement]:
-    return {
-        f"{metric}_{score.replace(' ', '_')}": measurement
-        for score, measurements in separation(inliers, outliers).items()
-        for metric, measurement in measurements.items()
-    }
+def _has_heads(predictor: Any) -> bool:
+    return isinstance(predictor, MoLA) and predictor.structure is not None
+
+
+def _prepare(
+    predictor: Any, likelihood: str | Likelihood | None, labelled: bool, positions: str | int, ignore_index: int
+) -> Callable[[Batch, str, Passes, int], tuple[Any, dict[str, Any]]]:
+    # Return a function that predicts a batch, and that also returns its labels and other arguments of `PredictionColumns.add`.
+    if isinstance(predictor, MoLA):
+        return partial(_predict_mola, predictor, positions, ignore_index)
+    predict = predictor.predict_batch if isinstance(predictor, Predictor) else _predict_with(predictor, likelihood)
+
+    def predict_batch(batch: Batch, batch_name: str, passes: Passes, first: int) -> tuple[Any, dict[str, Any]]:
+        prediction = predict(batch.inputs).cpu()
+        labels = batch.labels
+        if labels is not None and isinstance(predictor, nn.Module) and isinstance(prediction, Prediction):
+            labels = labels_of_logits([predictor], batch, prediction.probs.shape, ignore_index, batch_name)
+        return prediction, {"labels": labels}
+
+    return predict_batch
+
+
+def _predict_mola(
+    mixture: MoLA,
+    positions: str | int,
+    ignore_index: int,
+    batch: Batch,
+    batch_name: str,
+    passes: Passes,
+    first: int,
+) -> tuple[Any, dict[str, Any]]:
+    # Predict with the passes of the networks that other predictors share; of dense outputs, only the positions that count.
+    networks = mixture.networks
+    heads = [component.head for component in mixture.components]
+    with evaluating(*networks):
+        captured = capture(networks, heads, batch.inputs, mixture.likelihood, passes)
+    captured.check_logits(networks, batch.inputs, mixture.likelihood)
+    shape = captured.layout.shape(captured.outputs[0].shape[-1])
+    labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
+    dense_rows = None
+    if captured.layout.sizes:
+        captured = select_rows(
+            captured, networks, batch, mixture.likelihood, batch_name, positions, ignore_index, first
+        )
+        labels = captured.labels
+        dense_rows = DenseRows(captured.row_numbers // captured.layout.count, captured.layout.inputs)
+        captured.check_finite()
+        if not len(captured):  # every position is ignored
+            return None, {"dense_rows": dense_rows}
+        captured = captured.used()
+    captured.check_finite()
+    prediction = mixture.make_prediction(captured).cpu()
+    return prediction, {"labels": labels, "scores": _scores(mixture, prediction, captured), "dense_rows": dense_rows}
+
+
+def _scores(mixture: MoLA, prediction: Any, captured: Captured) -> dict[str, Tensor]:
+    if isinstance(prediction, RegressionPrediction):
+        return regression_scores(prediction)
+    likelihood: Any = mixture.likelihood
+    logits = prediction.logit_mean
+    if mixture.structure is None:  # the energies of a scaled ensemble are those of its scaled logits
+        scaled = [outputs.cpu() / mixture.temperature for outputs in captured.outputs]
+        logits = torch.stack(list(pooled(scaled, mixture.weights, mixture.pooling)), 1)
+    return outlier_scores(prediction.probs, logits, mixture.weights, prediction.ood_score, likelihood)

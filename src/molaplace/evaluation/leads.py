@@ -100,7 +100,7 @@ def differences(
 def outlier_leads(
     inliers: Mapping[str, PredictionColumns], outliers: Mapping[str, PredictionColumns]
 ) -> dict[str, Lead]:
-    """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Comparison.leads`."""
+    """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Evaluation.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): measurements
         for method, columns in outliers.items()

@@ -1,4 +1,4 @@
-"""Results for reports and records: the metrics of columns as plain values, and the comparison of several methods."""
+"""Results for reports and records: the metrics of columns as plain values, and the evaluation of several methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from molaplace.evaluation.columns import (
 )
 from molaplace.evaluation.comparison import (
     CONFIDENCE_BINS,
-    Comparison,
+    Evaluation,
     Examples,
     IntervalResult,
     LabelledResult,
@@ -28,11 +28,14 @@ from molaplace.evaluation.comparison import (
     OutputResult,
     Pictures,
     RegressionDetail,
+    Role,
     SetInfo,
     SetResult,
 )
 from molaplace.evaluation.estimates import Measurement, known_error, mean_column, measured, separation
 from molaplace.evaluation.leads import differences, labelled_leads, outlier_leads
+from molaplace.laplace_mixture import LaplaceMixture
+from molaplace.options import listed
 
 NUM_EXAMPLES = 8
 """Number of inputs from each set that a report shows."""
@@ -287,53 +290,89 @@ def outlier_result(inliers: PredictionColumns, outliers: PredictionColumns, *, d
 # --- several methods --------------------------------------------------------------------------------------------------
 
 
+def set_info(name: str, title: str, role: Role, columns: PredictionColumns, level: float = 0.0) -> SetInfo:
+    """Describe a data set, given any predictor's columns for it."""
+    table = columns.scores if role == "outlier" else columns.data
+    if table.groups is None:
+        return SetInfo(name, title, role, len(table), level)
+    return SetInfo(name, title, role, len(table), level, columns.parts, columns.count)
+
+
 def compare(
     title: str,
     sets: Sequence[SetInfo],
     columns: Mapping[str, Mapping[str, PredictionColumns]],
-    chosen: Mapping[str, dict[str, Any]],
+    predictors: Mapping[str, Any],
     *,
-    classes: Sequence[str] = (),
+    subject: str,
+    classes: Sequence[str] | None = None,
     pictures: Mapping[str, Pictures] | None = None,
+    notes: Sequence[str] = (),
     **entries: Any,
-) -> Comparison:
+) -> Evaluation:
     """Return the results of several methods on the same sets.
 
     Args:
         title: title of the comparison.
         sets: the sets; those with the role "train" or "validation" need no predictions.
         columns: predictions by set name and method.
-        chosen: tuned values of each method; the last method is the one that the comparison is about.
-        classes: names of the classes or outputs; adds results for each of them.
+        predictors: the methods, whose tuned values and notes are shown.
+        subject: the method that the comparison is about.
+        classes: names of the classes or outputs; by default, their indices.
         pictures: the first few images of some sets, by set name; adds the predictions for them.
-        entries: further fields of the comparison.
+        notes: notes in addition to those of the tunings.
+        entries: further fields of the evaluation.
     """
     pictures = pictures or {}
     levels = {info.name: info.level for info in sets if info.role in ("test", "shift")}
     outliers = [info.name for info in sets if info.role == "outlier"]
     inliers = columns[next(info.name for info in sets if info.role == "test")]
+    names = tuple(map(str, range(inliers[subject].width))) if classes is None else tuple(classes)
     methods = {
         method: MethodResult(
-            chosen=values,
+            chosen=tuned_values(predictor),
             labelled={
-                name: labelled_result(columns[name][method], level, equal_errors=True, classes=classes)
+                name: labelled_result(columns[name][method], level, equal_errors=True, classes=names)
                 for name, level in levels.items()
             },
             outliers={name: outlier_result(inliers[method], columns[name][method]) for name in outliers},
             examples={name: examples_of(columns[name][method]) for name in pictures},
         )
-        for method, values in chosen.items()
+        for method, predictor in predictors.items()
     }
-    subject = list(chosen)[-1]
-    return Comparison(
+    return Evaluation(
         title=title,
+        subject=subject,
         sets={info.name: info for info in sets},
         methods=methods,
-        classes=tuple(classes),
+        classes=names,
         leads={name: labelled_leads(columns[name]) for name in levels}
         | {name: outlier_leads(inliers, columns[name]) for name in outliers},
         pictures=dict(pictures),
         regression="square" in inliers[subject].data,
         differences=differences(inliers, subject),
+        notes=(*tuning_notes(predictors), *notes),
         **entries,
     )
+
+
+def tuned_values(predictor: Any) -> dict[str, Any]:
+    """Return the tuned values of a posterior or ensemble, by name; empty for other predictors."""
+    if not isinstance(predictor, LaplaceMixture):
+        return {}
+    has_covariance = predictor.structure is not None
+    values: dict[str, Any] = {"prior_precision": list(predictor.prior_precision)} if has_covariance else {}
+    if has_covariance and not predictor.likelihood.classification:
+        values["noise"] = predictor.noise[0].tolist()
+    changed = predictor.settings.changed()
+    return values | {name: value for name, value in changed.items() if has_covariance or name == "temperature"}
+
+
+def tuning_notes(predictors: Mapping[str, Any]) -> list[str]:
+    """Return the notes of the tunings of posteriors and ensembles, each with the names of all methods that have it."""
+    methods: dict[str, list[str]] = {}
+    for name, predictor in predictors.items():
+        tuning = getattr(predictor, "tuning", None)
+        for note in () if tuning is None else tuning.notes:
+            methods.setdefault(note, []).append(name)
+    return [f"{listed(names, len(names))}: {note}" for note, names in methods.items()]

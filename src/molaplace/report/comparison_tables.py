@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from molaplace.evaluation import CLEAR, Comparison, Estimate, SetInfo
+from molaplace.evaluation import CLEAR, Estimate, Evaluation, SetInfo
 from molaplace.evaluation.catalogue import (
     CATALOGUE,
     CLASS_METRICS,
@@ -57,90 +57,100 @@ SUITES_ONLY = ("log_likelihood", "ece100", "ece_legacy", "mce", "mce_legacy", "a
 """Metrics on test data that only the tables of suites show."""
 
 
-def evaluation_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables for the test data, the decisions and each outlier set."""
-    on_test = _regression_tables(comparison) if comparison.regression else [test_table(comparison)]
-    on_outliers = [table for info in comparison.of_role("outlier") for table in outlier_tables(comparison, info)]
-    return [*on_test, *_decision_tables(comparison), *on_outliers]
+def evaluation_tables(evaluation: Evaluation) -> list[Table]:
+    """Return the tables for the test data, the decisions, each set of shifted data and each outlier set."""
+    on_test = _regression_tables(evaluation) if evaluation.regression else [test_table(evaluation)]
+    on_shifted = [labelled_table(evaluation, info) for info in evaluation.of_role("shift")]
+    on_outliers = [table for info in evaluation.of_role("outlier") for table in outlier_tables(evaluation, info)]
+    return [*on_test, *_decision_tables(evaluation), *on_shifted, *on_outliers]
 
 
-def detail_table(comparison: Comparison) -> Table | None:
+def detail_table(evaluation: Evaluation) -> Table | None:
     """Return a table with one row per output (for regression) or per class, with the worst classes first."""
-    return _output_table(comparison) if comparison.regression else _class_table(comparison)
+    return _output_table(evaluation) if evaluation.regression else _class_table(evaluation)
 
 
-def above_chance(comparison: Comparison, quantity: Quantity, method: str) -> bool:
+def above_chance(evaluation: Evaluation, quantity: Quantity, method: str) -> bool:
     """Return whether a method's AUROC by the quantity's score exceeds 50 % by more than `CLEAR` standard errors, if these are known."""
-    area = Numbers(comparison.methods)(replace(quantity, metric="auroc"))[method]
+    area = Numbers(evaluation.methods)(replace(quantity, metric="auroc"))[method]
     assert area is not None
     return area.value - (0.0 if math.isnan(area.error) else CLEAR * area.error) > 0.5
 
 
 def comparison_table(
-    comparison: Comparison, title: str, caption: str, columns: Sequence[Column], *, marked: bool = True
+    evaluation: Evaluation, title: str, caption: str, columns: Sequence[Column], *, marked: bool = True
 ) -> Table:
     """Return a table with a row for each method; `marked` makes the clear leads bold."""
 
     def clear_leads(column: Column, values: Mapping[str, Number]) -> Collection[str]:
         # If the metric depends on an outlier score, only leads with that score count.
-        lead = comparison.leads.get(str(column.quantity.sets), {}).get(column.quantity.metric)
+        lead = evaluation.leads.get(str(column.quantity.sets), {}).get(column.quantity.metric)
         entries = lead.clear if lead is not None and marked else ()
         leading = {name for name, *score in entries if score in ([], [column.quantity.score])}
         if column.quantity.metric in OUTLIER_METRICS:
-            leading = {name for name in leading if above_chance(comparison, column.quantity, name)}
+            leading = {name for name in leading if above_chance(evaluation, column.quantity, name)}
         return [name for name in values if name in leading]
 
-    return quantity_table(title, caption, Numbers(comparison.methods), columns, best=clear_leads)
+    return quantity_table(title, caption, Numbers(evaluation.methods), columns, best=clear_leads)
 
 
-def test_table(comparison: Comparison) -> Table:
-    """Return the classification metrics on the test data."""
-    test = comparison.test
-    caption = f"{set_words(test)}, with standard errors computed over the inputs. {ABBREVIATIONS} {BOLD.format('')}."
+def test_table(evaluation: Evaluation) -> Table:
+    """Return the metrics on the test data."""
+    return labelled_table(evaluation, evaluation.test)
+
+
+def labelled_table(evaluation: Evaluation, info: SetInfo) -> Table:
+    """Return the metrics on the test data or on shifted data."""
+    title = "On the test data" if info.role == "test" else f"Shifted data: {info.title}"
+    errors = "with standard errors computed over the inputs."
+    if evaluation.regression:
+        caption = f"{set_words(info)}, in the targets' units, {errors} {BOLD.format('')}."
+        return comparison_table(evaluation, title, caption, columns_on(info.name, REGRESSION_METRICS))
     catalogue = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
     metrics = {name: metric for name, metric in catalogue.items() if name not in SUITES_ONLY}
-    return comparison_table(comparison, "On the test data", caption, columns_on(test.name, metrics))
+    caption = f"{set_words(info)}, {errors} {ABBREVIATIONS} {BOLD.format('')}."
+    return comparison_table(evaluation, title, caption, columns_on(info.name, metrics))
 
 
-def outlier_tables(comparison: Comparison, info: SetInfo) -> tuple[Table, Table]:
+def outlier_tables(evaluation: Evaluation, info: SetInfo) -> tuple[Table, Table]:
     """Return the AUROC and the FPR95 of every score on a set of outliers; a combined table would be too wide."""
     mean = Column("MMC %", "", "low", 1, Quantity(info.name, "confidence"), 100)
-    if comparison.regression:
+    if evaluation.regression:
         mean = Column("mean std.", digits=None, quantity=Quantity(info.name, "std"))
     chance = "An AUROC of 50 corresponds to random guessing."
     bold = f"{BOLD.format(' and score')}, and the AUROC is clearly above 50."
     caption = f"{set_words(info)}, with standard errors. {chance} {bold}"
     fpr_note = "FPR95, shown with standard errors, is the share of outliers accepted at the threshold that accepts 95 % of the test data."
-    areas = _by_score(comparison, info, "auroc")
-    rates = _by_score(comparison, info, "fpr95")
+    areas = _by_score(evaluation, info, "auroc")
+    rates = _by_score(evaluation, info, "fpr95")
     return (
-        comparison_table(comparison, f"Outliers: {info.title}", caption, [mean, *areas]),
-        comparison_table(comparison, f"Missed outliers: {info.title}", fpr_note, rates),
+        comparison_table(evaluation, f"Outliers: {info.title}", caption, [mean, *areas]),
+        comparison_table(evaluation, f"Missed outliers: {info.title}", fpr_note, rates),
     )
 
 
-def _by_score(comparison: Comparison, info: SetInfo, metric: str) -> list[Column]:
+def _by_score(evaluation: Evaluation, info: SetInfo, metric: str) -> list[Column]:
     heading = f"{OUTLIER_METRICS[metric].heading} %"
     (template,) = columns_on(info.name, {metric: OUTLIER_METRICS[metric]}, heading)
     columns = [
         replace(template, name=SCORE_HEADINGS[score], quantity=replace(template.quantity, score=score))
         for score in OUTLIER_SCORES
     ]
-    numbers = Numbers(comparison.methods)
+    numbers = Numbers(evaluation.methods)
     estimates = [value for column in columns for value in numbers(column.quantity, 100).values() if value is not None]
     # A second decimal place is meaningful if all errors are known and below 0.1 percentage points.
     digits = 2 if all(estimate.error < 0.1 for estimate in estimates) else 1
     return [replace(column, digits=digits) for column in columns]
 
 
-def _decision_tables(comparison: Comparison) -> list[Table]:
+def _decision_tables(evaluation: Evaluation) -> list[Table]:
     # The rows compare the guarantees obtained from the validation data with the rates observed on the test data.
-    decisions = comparison.decisions
+    decisions = evaluation.decisions
     if decisions is None:
         return []
     rows: dict[str, list[Number]] = {"false alarms": [100 * decisions.false_alarm_rate, 100 * decisions.alarms, None]}
     caption = "Thresholds come from the validation data, so rates on the test data may exceed their bounds by chance."
-    if comparison.regression:
+    if evaluation.regression:
         for interval in decisions.intervals:
             realised = Estimate.of(interval.realised, interval.realised_error).scaled(100)
             rows[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
@@ -161,7 +171,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
         missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
         rows[f"sets without the class \N{LESS-THAN OR EQUAL TO} {missed[0]:.0f} %"] = [*missed, None]
     tables = [make_table("Decisions", caption, columns, rows)]
-    return tables if sets is None else [*tables, _set_table(comparison.subject, sets)]
+    return tables if sets is None else [*tables, _set_table(evaluation.subject, sets)]
 
 
 def _set_table(method: str, sets: SetResult) -> Table:
@@ -175,11 +185,11 @@ def _set_table(method: str, sets: SetResult) -> Table:
     return make_table("Prediction sets by class", caption, [Column("covered %")], covered)
 
 
-def _class_table(comparison: Comparison) -> Table:
+def _class_table(evaluation: Evaluation) -> Table:
     # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
-    unit = "position" if comparison.test.parts == "position" else "input"
-    by_method = {method: comparison.on_test[method].classes for method in (comparison.baseline, comparison.subject)}
-    baseline, subject = by_method.values()
+    unit = "position" if evaluation.test.parts == "position" else "input"
+    by_method = {method: evaluation.on_test[method].classes for method in (evaluation.baseline, evaluation.subject)}
+    baseline, subject = by_method[evaluation.baseline], by_method[evaluation.subject]
     order = sorted(subject, key=lambda name: (subject[name]["accuracy"], -subject[name]["count"]))
     metrics = [metric for metric in CATALOGUE if any(metric in values for values in baseline.values())]
     columns = [Column(f"{unit}s", digits=0)]
@@ -191,7 +201,7 @@ def _class_table(comparison: Comparison) -> Table:
             values = [classes[name].get(metric) for classes in by_method.values()]
             rows[name] += [None if value is None else CATALOGUE[metric].factor * value for value in values]
     singular, plural = ("label", "labels") if "auroc" in metrics else ("class", "classes")
-    caption = f"The {plural} for which {comparison.subject} has the lowest accuracy come first."
+    caption = f"The {plural} for which {evaluation.subject} has the lowest accuracy come first."
     return make_table(f"{singular.capitalize()} by {singular}", caption, columns, rows)
 
 
@@ -201,20 +211,19 @@ COMPARED = {name: metric for name, metric in REGRESSION_METRICS.items() if metri
 """Regression metrics by which methods are compared."""
 
 
-def _regression_tables(comparison: Comparison) -> list[Table]:
-    test = comparison.test.name
-    subject = comparison.subject
-    caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
+def _regression_tables(evaluation: Evaluation) -> list[Table]:
+    test = evaluation.test.name
+    subject = evaluation.subject
     coverages = columns_on(test, COVERAGE_METRICS, "covered, in %")
     widths = columns_on(test, WIDTH_METRICS, "mean width")
     intervals_caption = (
         "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
     )
     tables = [
-        comparison_table(comparison, "On the test data", caption, columns_on(test, REGRESSION_METRICS)),
-        comparison_table(comparison, "Intervals", intervals_caption, [*coverages, *widths], marked=False),
+        test_table(evaluation),
+        comparison_table(evaluation, "Intervals", intervals_caption, [*coverages, *widths], marked=False),
     ]
-    if gaps := comparison.differences:
+    if gaps := evaluation.differences:
         caption = (
             f"Paired differences between each method and {subject}. {subject} is better if the difference is positive."
         )
@@ -228,10 +237,10 @@ OUTPUT_METRICS = {**COMPARED, COVERAGES[INTERVAL]: COVERAGE_METRICS[COVERAGES[IN
 """Metrics of each output of a regression model."""
 
 
-def _output_table(comparison: Comparison) -> Table | None:
+def _output_table(evaluation: Evaluation) -> Table | None:
     # Return the results of the plain networks and of the posterior for each output, or None if there is only one output.
-    methods = list(dict.fromkeys((comparison.baseline, comparison.subject)))
-    details = [comparison.on_test[method].regression for method in methods]
+    methods = list(dict.fromkeys((evaluation.baseline, evaluation.subject)))
+    details = [evaluation.on_test[method].regression for method in methods]
     results = [detail.outputs for detail in details if detail is not None]
     if len(results[0]) < 2:
         return None
@@ -243,7 +252,7 @@ def _output_table(comparison: Comparison) -> Table | None:
         for name, metric in OUTPUT_METRICS.items():
             estimates = [Estimate.of(result[output].metrics[name], result[output].errors[name]) for result in results]
             row += [estimate.scaled(metric.factor) for estimate in estimates]
-    count = len(comparison.classes)
+    count = len(evaluation.classes)
     title = "Output by output" if count == len(values) else f"The first {len(values)} of {count} outputs"
     return make_table(
         title,

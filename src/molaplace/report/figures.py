@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from molaplace.evaluation import Comparison
+from molaplace.evaluation import Evaluation
 from molaplace.evaluation.comparison import RegressionDetail
 from molaplace.report.curves import GUIDE, Line, Panel, draw_panels, draw_reliability
 from molaplace.report.numbers import Numbers
@@ -26,48 +26,48 @@ MOST_PANELS = 2
 """Maximum number of regression outputs in one figure."""
 
 
-def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
+def evaluation_figures(evaluation: Evaluation) -> dict[str, Planned]:
     """Return the figures for a comparison on the user's data, keyed by name, in page order."""
-    if comparison.regression:
-        networks = [method for method in comparison.methods if method.startswith(("MAP", "DE"))]
-        with_laplace = [method for method in comparison.methods if method in ("MAP", "LLLA", "MoLA")]
-        panels = {"networks alone": networks, "with Laplace": with_laplace}
+    if evaluation.regression:
+        networks = [method for method in evaluation.methods if method.startswith(("MAP", "DE"))]
+        others = [method for method in evaluation.methods if method == "MAP" or method not in networks]
+        panels = {"networks alone": networks, "with Laplace": others} if networks else {"": others}
         coverage = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
         predicted = "Predicted means and 90 % intervals for some of the test data."
         return {
-            "coverage": Planned("Coverage of intervals", coverage, partial(draw_coverage, comparison, panels)),
-            "predicted": Planned("Predictions and targets", predicted, partial(draw_predicted, comparison)),
+            "coverage": Planned("Coverage of intervals", coverage, partial(draw_coverage, evaluation, panels)),
+            "predicted": Planned("Predictions and targets", predicted, partial(draw_predicted, evaluation)),
         }
-    bins = {method: {"test data": result.reliability} for method, result in comparison.on_test.items()}
+    bins = {method: {"test data": result.reliability} for method, result in evaluation.on_test.items()}
     title, caption = RELIABILITY
     figures = {
         "reliability": Planned(title, f"{caption} {EQUAL_ERRORS}", partial(draw_reliability, bins, strokes(bins)))
     }
-    if comparison.of_role("outlier"):
-        figures["confidence"] = Planned("Confidence in outliers", SHARES, partial(comparison_histograms, comparison))
-    if comparison.decisions is not None:
+    if evaluation.of_role("outlier"):
+        figures["confidence"] = Planned("Confidence in outliers", SHARES, partial(comparison_histograms, evaluation))
+    if evaluation.decisions is not None:
         risk = (
             "Error rate of the most confident predictions against coverage. Each cross marks a threshold, chosen on the validation "
             "data, that keeps the error rate below the dotted line with 95 % certainty."
         )
-        figures["decisions"] = Planned("Fewer answers, fewer errors", risk, partial(draw_decisions, comparison))
+        figures["decisions"] = Planned("Fewer answers, fewer errors", risk, partial(draw_decisions, evaluation))
     return figures
 
 
-def comparison_histograms(comparison: Comparison) -> Figure:
-    """Draw histograms of confidence on the test data and on the first few outlier sets of a comparison."""
+def comparison_histograms(evaluation: Evaluation) -> Figure:
+    """Draw histograms of confidence on the test data and on the first few outlier sets of an evaluation."""
     histograms = {
         method: {name: on_set.histogram for name, on_set in (result.labelled | result.outliers).items()}
-        for method, result in comparison.methods.items()
+        for method, result in evaluation.methods.items()
     }
-    outliers = comparison.of_role("outlier")[:MOST_SETS]
-    return draw_histograms(Numbers(comparison.methods), comparison.test, outliers, histograms, strokes(histograms))
+    outliers = evaluation.of_role("outlier")[:MOST_SETS]
+    return draw_histograms(Numbers(evaluation.methods), evaluation.test, outliers, histograms, strokes(histograms))
 
 
-def draw_decisions(comparison: Comparison) -> Figure:
+def draw_decisions(evaluation: Evaluation) -> Figure:
     """Plot risk against coverage for every method, and mark the thresholds chosen on the validation data."""
-    decisions = comparison.decisions
-    styles = strokes(comparison.methods)
+    decisions = evaluation.decisions
+    styles = strokes(evaluation.methods)
     assert decisions is not None  # this figure is drawn only if there are decisions
     lines = []
     for method, points in decisions.curves.items():
@@ -90,19 +90,19 @@ def draw_decisions(comparison: Comparison) -> Figure:
 # --- regression ------------------------------------------------------------------------------------------------------
 
 
-def _details(comparison: Comparison) -> dict[str, RegressionDetail]:
-    details = {method: result.regression for method, result in comparison.on_test.items()}
+def _details(evaluation: Evaluation) -> dict[str, RegressionDetail]:
+    details = {method: result.regression for method, result in evaluation.on_test.items()}
     return {method: detail for method, detail in details.items() if detail is not None}
 
 
-def _output_title(comparison: Comparison, output: str) -> str:
-    return f"output {output}" if len(comparison.classes) > 1 else ""
+def _output_title(evaluation: Evaluation, output: str) -> str:
+    return f"output {output}" if len(evaluation.classes) > 1 else ""
 
 
-def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
+def draw_coverage(evaluation: Evaluation, panels: Mapping[str, Sequence[str]]) -> Figure:
     """Plot the observed against the nominal coverage of central intervals; `panels` maps panel titles to the methods to plot."""
-    details = _details(comparison)
-    styles = strokes(comparison.methods)
+    details = _details(evaluation)
+    styles = strokes(evaluation.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     drawn_panels = []
     for title, methods in panels.items():
@@ -115,10 +115,10 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
     return draw_panels(drawn_panels)
 
 
-def draw_predicted(comparison: Comparison) -> Figure:
+def draw_predicted(evaluation: Evaluation) -> Figure:
     """Plot the posterior's predictions and 90 % intervals against the targets."""
-    examples = _details(comparison)[comparison.subject].examples
-    colour = colours(comparison.methods)[comparison.subject]
+    examples = _details(evaluation)[evaluation.subject].examples
+    colour = colours(evaluation.methods)[evaluation.subject]
     panels = []
     for output in list(examples)[:MOST_PANELS]:
         target, mean, lower, upper = np.array(examples[output], dtype=float).T
@@ -129,8 +129,8 @@ def draw_predicted(comparison: Comparison) -> Figure:
             Line(ends, ends, "", GUIDE),
             Line(np.repeat(target, 3), broken, "90 % interval", {"color": colour, "alpha": 0.35, "linewidth": 0.9}),
             Line(
-                target, mean, comparison.subject, {"color": colour, "linestyle": "", "marker": ".", "markersize": 3.5}
+                target, mean, evaluation.subject, {"color": colour, "linestyle": "", "marker": ".", "markersize": 3.5}
             ),
         ]
-        panels.append(Panel(_output_title(comparison, output), lines, {"xlabel": "true", "ylabel": "predicted"}))
+        panels.append(Panel(_output_title(evaluation, output), lines, {"xlabel": "true", "ylabel": "predicted"}))
     return draw_panels(panels)

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from molaplace.evaluation import Comparison
+from molaplace.evaluation import Evaluation
 from molaplace.options import counted
 from molaplace.progress import Progress, no_progress
 from molaplace.report import words
@@ -30,8 +30,7 @@ EVALUATION = "evaluation"
 
 
 def write_evaluation(
-    comparison: Comparison,
-    numbers: dict[str, Any],
+    evaluation: Evaluation,
     directory: Path,
     progress: Progress = no_progress,
     *,
@@ -42,14 +41,14 @@ def write_evaluation(
 
     The text `run` is written to the run file, and `overwrite` is explained in `molaplace.saving.files.Marker.replaceable`.
     """
-    tables = [*evaluation_tables(comparison), detail_table(comparison)]
-    lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(comparison).items()]
+    tables = [*evaluation_tables(evaluation), detail_table(evaluation)]
+    lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(evaluation).items()]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
-    lines += [*[f"* {remark}" for remark in words.evaluation_remarks(comparison)], ""]
+    lines += [*[f"* {remark}" for remark in words.evaluation_remarks(evaluation)], ""]
     with replacing(directory, EVALUATION, (PAGE,), overwrite=overwrite) as folder:
-        figures = draw_figures(evaluation_figures(comparison), folder, progress)
-        page = evaluation_page(comparison, list(figures.values()))
-        texts = {"numbers.json": as_json(numbers), "tables.md": "\n".join(lines), PAGE: page}
+        figures = draw_figures(evaluation_figures(evaluation), folder, progress)
+        page = evaluation_page(evaluation, list(figures.values()))
+        texts = {"numbers.json": as_json(evaluation.document()), "tables.md": "\n".join(lines), PAGE: page}
         write_texts(texts if run is None else {**texts, RUN_FILE: run}, folder)
     return directory / PAGE
 
@@ -81,18 +80,18 @@ def as_json(numbers: dict[str, Any]) -> str:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
+def evaluation_page(evaluation: Evaluation, figures: Sequence[Drawn]) -> str:
     """Return the HTML page for a comparison on the user's data."""
     return render_page(
         "evaluation",
-        comparison=comparison,
-        outliers=len(comparison.of_role("outlier")),
-        findings=words.evaluation_findings(comparison),
-        tables=evaluation_tables(comparison),
-        detail=detail_table(comparison),
+        evaluation=evaluation,
+        outliers=len(evaluation.of_role("outlier")),
+        findings=words.evaluation_findings(evaluation),
+        tables=evaluation_tables(evaluation),
+        detail=detail_table(evaluation),
         figures=figures,
-        described=words.REGRESSION_DESCRIPTIONS if comparison.regression else words.DESCRIPTIONS,
-        remarks=words.evaluation_remarks(comparison),
+        described=words.REGRESSION_DESCRIPTIONS if evaluation.regression else words.DESCRIPTIONS,
+        remarks=words.evaluation_remarks(evaluation),
     )
 
 

@@ -67,6 +67,11 @@ class HeldOut(Captured):
         """Return the results (n, ...) of a function of rows, which is applied to chunks."""
         return torch.cat([compute(rows) for rows in self.chunks()])
 
+    def of_first(self, count: int) -> HeldOut:
+        """Return the data as the first `count` networks alone see them."""
+        parts = {name: getattr(self, name)[:count] for name in ("networks", "heads", "features", "outputs")}
+        return replace(self, **parts)
+
     def check_networks(self, networks: Sequence[nn.Module], likelihood: Likelihood) -> None:
         """Raise `DataError` unless the data were read with these networks and for a likelihood with the same name."""
         pairs = zip(self.networks, networks, strict=False)
