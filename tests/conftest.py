@@ -48,7 +48,7 @@ LONGEST = (
     "library/test_team.py",
     "library/test_sklearn.py",
     "cli/test_hub_models.py",
-    "cli/test_explore_browser.py",
+    "house/test_explorer.py",
     "lab/test_results.py",
     "house/test_docs.py",
     "evaluation/test_demo.py",

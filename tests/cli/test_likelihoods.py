@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.explorer.subject import folder_subject
 from molaplace.cli.folder import open_posterior
-from molaplace.errors import OptionError
 from tests.cli.fitted_folders import LOCATION, OPTIONS, SCALE, run
 from tests.closeness import assert_close
 
@@ -39,8 +37,6 @@ def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     text = " ".join(outcome.output.split())
     assert words in text
-    with pytest.raises(OptionError, match=r"one of several classes|positions|dense"):
-        folder_subject(kind.open())
 
 
 @pytest.mark.parametrize("kind", ["labels"], indirect=True)

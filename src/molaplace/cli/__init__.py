@@ -44,7 +44,6 @@ COMMANDS = {
     "evaluate": "Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.",
     "watch": "Watch new inputs: raise an alarm if they change, and estimate the accuracy without labels.",
     "export": "Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.",
-    "explore": "Change an image on a local web page and watch the confidence change.",
     "info": "Show the tuning, contents and history of a posterior without loading its networks.",
     "demo": "Compare a single network, a scaled deep ensemble and MoLA (with the paper's and the default rule) on handwritten digits.",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import math
 import shutil
@@ -15,13 +17,14 @@ from typing import Any
 
 import click
 import numpy as np
+import torch
+from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from molaplace.cli.decisions import SCORE, read_columns
-from molaplace.cli.explorer.pictures import Sight, to_url
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import NAME
 from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, as_document, check_writable, option, to_toml
@@ -29,7 +32,7 @@ from molaplace.cli.terminal import showing_progress
 from molaplace.cli.watch_log import WatchLog, state_of
 from molaplace.data.dataset import Dataset, InputBatch, Loader, SkippedInputs, as_loader_batch, read_batches
 from molaplace.distributed import Team
-from molaplace.errors import MolaError, OptionError
+from molaplace.errors import OptionError
 from molaplace.monitoring.baseline import LEVELS, Baseline
 from molaplace.monitoring.ranks import Array
 from molaplace.monitoring.stream import WatchOptions, columns_of
@@ -342,9 +345,16 @@ def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[InputScore]
 
 def _picture(fitted: PosteriorFolder, inputs: Tensor) -> str | None:
     # A data URL, or None if the input is no picture.
-    try:
-        image = Sight(tuple(inputs.shape[1:]), fitted.preprocessing).images(inputs)[0]
-    except MolaError:
+    if inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
         return None
+    preprocessing = fitted.preprocessing
+    mean, std = (inputs.new_tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    pixels = (inputs[0] * std + mean).cpu()
+    if pixels.min() < -0.01 or pixels.max() > 1.01:
+        return None
+    array = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
     image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
-    return to_url(image)
+    stream = io.BytesIO()
+    image.save(stream, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
