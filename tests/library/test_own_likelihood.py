@@ -116,7 +116,9 @@ def test_a_registered_likelihood_is_fitted_tuned_called_saved_and_evaluated(tmp_
     assert 0.88 < float(inside) < 1
     loaded = mola.load(posterior.save(tmp_path / "posterior"), networks)
     assert_close(loaded(new), posterior(new), "float64")
-    table = mola.evaluate({"MoLA": posterior}, [(new, counts[250:])], likelihood="poisson")
+    plain = mola.baselines(posterior, val, progress=False)
+    assert list(plain) == ["MAP", "DE", "LLLA"]
+    table = mola.evaluate({"MoLA": posterior, **plain}, [(new, counts[250:])], likelihood="poisson")
     metrics = table["MoLA", "test"]
     assert_close(metrics["nll"].value, -float(prediction.log_prob(counts[250:]).mean()), "float64")
     assert 0.8 < metrics["coverage_90"].value <= 1

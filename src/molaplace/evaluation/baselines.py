@@ -9,6 +9,7 @@ from molaplace.calibration.noise import scale_noise
 from molaplace.component import Component
 from molaplace.distributed import Team
 from molaplace.errors import OptionError, collect_warnings
+from molaplace.likelihoods import Gaussian
 from molaplace.posterior import MoLA
 from molaplace.rules import Rule, Temperature, Threshold
 from molaplace.rules.held_out import HeldOut
@@ -48,7 +49,6 @@ def baselines(
     for component in posterior.components:
         component.require_layer("a comparison with baselines")
     count = len(posterior.components)
-    classification = posterior.likelihood.classification
     data = first = None
     if val_loader is not None:
         data = posterior.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
@@ -61,8 +61,9 @@ def baselines(
             methods[name] = plain = _networks_alone(posterior, size)
             if held_out is None:
                 continue
-            if not classification:
+            if isinstance(plain.likelihood, Gaussian):
                 methods[f"{name}-N"] = scale_noise(plain, held_out)
+            if not plain.likelihood.classification:
                 continue
             methods[f"{name}-T"] = plain.tune(held_out, rule=Temperature())
             if name == ENSEMBLE:

@@ -35,6 +35,7 @@ from molaplace.evaluation.comparison import (
 from molaplace.evaluation.estimates import Measurement, known_error, mean_column, measured, separation
 from molaplace.evaluation.leads import differences, labelled_leads, outlier_leads
 from molaplace.laplace_mixture import LaplaceMixture
+from molaplace.likelihoods import Gaussian
 from molaplace.options import listed
 
 NUM_EXAMPLES = 8
@@ -362,7 +363,7 @@ def tuned_values(predictor: Any) -> dict[str, Any]:
         return {}
     has_covariance = predictor.structure is not None
     values: dict[str, Any] = {"prior_precision": list(predictor.prior_precision)} if has_covariance else {}
-    if has_covariance and not predictor.likelihood.classification:
+    if has_covariance and isinstance(predictor.likelihood, Gaussian):
         values["noise"] = predictor.noise[0].tolist()
     changed = predictor.settings.changed()
     return values | {name: value for name, value in changed.items() if has_covariance or name == "temperature"}
