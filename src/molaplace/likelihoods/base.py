@@ -257,8 +257,10 @@ class ClassificationLikelihood(Likelihood):
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return the probabilities (n, C) that each member predicts after scaling and pooling."""
-        means, spreads = members.scaled()
-        return [link(mean, spread, self.probabilities, seed) for mean, spread in zip(means, spreads, strict=True)]
+        probabilities = []
+        for mean, spread in zip(*members.scaled(), strict=True):
+            probabilities.append(link(mean, spread, self.probabilities, seed))
+        return probabilities
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> ClassificationPredictive:
         """Return `sum_k w_k link(m_k, S_k)`."""

@@ -148,7 +148,7 @@ class Search:
         """Return the plain ensemble (T = 1) and the temperature-scaled ensemble, at the onset that every later trial keeps."""
         onset = distance_onset(self.objective) if self.objective.has_distances else 1.0
         ensemble = self.objective.settings.at_precision(NO_COVARIANCE, onset=onset)
-        plain = Trial(ensemble, self._losses([ensemble])[0])
+        plain = Trial(ensemble, self.objective.scores([ensemble])["nll"][0])
         previous = plain
         rough = self._at_best_temperature(ensemble, 1.0, 2.0)
         while abs(math.log(rough.temperature / previous.temperature)) > 2:  # T left the range, so search again
@@ -165,8 +165,9 @@ class Search:
             neighbours = [pooling for pooling in (middle - 0.125, middle + 0.125) if 0 <= pooling < 1]
             pooled += [self._at_pooling(start, pooling) for pooling in neighbours]
             best = self._clearly_better(pooled, start)
-        candidates = [best.settings.at_precision(precision) for precision in PRECISIONS]
-        covariances = [self._at_best_temperature(settings, best.temperature) for settings in candidates]
+        covariances = []
+        for precision in PRECISIONS:
+            covariances.append(self._at_best_temperature(best.settings.at_precision(precision), best.temperature))
         return self._clearly_better(covariances, best)
 
     def _at_pooling(self, start: Trial, pooling: float) -> Trial:
@@ -195,7 +196,7 @@ class Search:
         """Return the trial with the smallest prior precision that, at the same temperature, raises the loss only negligibly."""
         for precision in FREE_PRECISIONS:
             settings = chosen.settings.at_precision(precision)
-            trial = Trial(settings, self._losses([settings])[0])
+            trial = Trial(settings, self.objective.scores([settings])["nll"][0])
             self.tried.append(trial)
             cost, error = paired(trial.losses, chosen.losses, self.objective.data)
             if cost + error <= FREE * chosen.loss:
@@ -227,17 +228,14 @@ class Search:
         centre = math.log(around)
         for step in (width / 2, width / 6, width / 18):
             log_temperatures = np.clip(centre + step * np.arange(-2, 3), math.log(COLDEST), math.log(HOTTEST))
-            losses = self._losses([replace(settings, temperature=math.exp(log)) for log in log_temperatures])
+            candidates = [replace(settings, temperature=math.exp(log)) for log in log_temperatures]
+            losses = self.objective.scores(candidates)["nll"]
             prior = negative_log_prior(log_temperatures)
             best = int((losses.mean(1).numpy() + prior / self.num_data).argmin())
             centre = float(log_temperatures[best])
         trial = Trial(replace(settings, temperature=math.exp(centre)), losses[best])
         self.tried.append(trial)
         return trial
-
-    def _losses(self, candidates: Sequence[Settings]) -> Tensor:
-        # Return the log losses (L, n) of L candidates.
-        return self.objective.scores(candidates)["nll"]
 
 
 def distance_onset(objective: Objective) -> float:

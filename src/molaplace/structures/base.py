@@ -226,16 +226,18 @@ class Spread:
     precision: float
 
     @cached_property
-    def _variance(self) -> Tensor:
+    def variances(self) -> Tensor:
+        """Variance (n, C) of each logit."""
         return self.curvature.variance(self.z, self.precision)
 
     @cached_property
-    def _centred_variance(self) -> Tensor:
+    def centred_variances(self) -> Tensor:
+        """Variance (n, C) of each logit minus the mean of the logits."""
         return self.curvature.variance(self.z, self.precision, centred=True)
 
     def variance(self, *, centred: bool = False) -> Tensor:
         """Return the variance (n, C) of each logit."""
-        return self._centred_variance if centred else self._variance
+        return self.centred_variances if centred else self.variances
 
     def covariance(self, *, centred: bool = False) -> Tensor:
         """Return the covariance (n, C, C) of the logits."""
@@ -278,7 +280,8 @@ class DividedSpread:
 
     def variance(self, *, centred: bool = False) -> Tensor:
         """Return the variance (n, C) of each logit."""
-        return self.undivided.variance(centred=centred) / self.divisor**2
+        variances = self.undivided.centred_variances if centred else self.undivided.variances
+        return variances / self.divisor**2
 
     def covariance(self, *, centred: bool = False) -> Tensor:
         """Return the covariance (n, C, C) of the logits."""
