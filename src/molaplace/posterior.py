@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,8 +73,7 @@ class MoLA(LaplaceMixture):
     def make_prediction(self, captured: Captured, seed: int | None = None) -> Any:
         """Predict from captured features and outputs.
 
-        They are kept, because in classification only the probabilities are computed at once; other fields are computed when they
-        are read.
+        They are kept, because in classification the fields are computed when they are read, each group with what it needs.
         """
         layout = captured.layout
         shared: dict[str, Any] = {
@@ -86,33 +85,28 @@ class MoLA(LaplaceMixture):
         if not self.likelihood.classification:
             fields = self.by_rows(captured, self._regression_fields)
             return RegressionPrediction(fields, weights=self.weights, **shared)
-        classes = captured.outputs[0].shape[-1]
-        row_size = classes * num_draws(classes)  # for the epistemic share
-        fields = self.by_rows(
-            captured, lambda rows: {"probs": self.distribution_of(self.project(rows), seed=seed).point()}
-        )
-        pending = {
-            ("logit_mean", "logit_variance"): partial(self.by_rows, captured, self._logit_fields),
-            ("ood_score", "distance", "far_field"): partial(self.by_rows, captured, self._outlier_fields),
-            ("mutual_information",): partial(
-                self.by_rows, captured, lambda rows: self._information_fields(rows, seed), row_size
-            ),
+        groups: dict[tuple[str, ...], Callable[[Rows], dict[str, Tensor]]] = {
+            ("probs",): lambda rows: {"probs": self.distribution_of(self.project(rows), seed=seed).point()},
+            ("logit_mean", "logit_variance"): self._logit_fields,
+            ("ood_score", "distance", "far_field"): self._outlier_fields,
+            ("mutual_information",): partial(self._information_fields, seed=seed),
         }
         if self.settings.uses_distance:
-            pending["aleatoric",] = partial(
-                self.by_rows, captured, lambda rows: self._aleatoric_fields(rows, seed), row_size
-            )
-        return Prediction(fields, pending=pending, **shared)
+            groups["aleatoric",] = partial(self._aleatoric_fields, seed=seed)
+        classes = captured.outputs[0].shape[-1]
+        row_size = classes * num_draws(classes)  # for the epistemic share
+        pending = {names: partial(self.by_rows, captured, compute, row_size) for names, compute in groups.items()}
+        return Prediction({}, pending=pending, **shared)
 
     def _logit_fields(self, rows: Rows) -> dict[str, Tensor]:
         spreads = zip(rows.outputs, self.spreads(self.project(rows, distances=False)), strict=True)
         variances = [torch.zeros_like(means) if spread is None else spread.variance() for means, spread in spreads]
         return {"logit_mean": torch.stack(list(rows.outputs), 1), "logit_variance": torch.stack(variances, 1)}
 
-    def _information_fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
+    def _information_fields(self, rows: Rows, *, seed: int | None) -> dict[str, Tensor]:
         return {"mutual_information": self._entropies(self.members(self.project(rows)), seed)[1]}
 
-    def _aleatoric_fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
+    def _aleatoric_fields(self, rows: Rows, *, seed: int | None) -> dict[str, Tensor]:
         # The entropy that distance adds is epistemic, because nearby data would remove it.
         near = replace(self.settings, distance_exponent=0.0)
         return {"aleatoric": self._entropies(self.members(self.project(rows, distances=False), near), seed)[2]}
