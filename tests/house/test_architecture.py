@@ -64,8 +64,6 @@ def public_objects():
 def exists(name):
     """A dotted name leads to a module, or to something in one."""
     module, _, attribute = name.rpartition(".")
-    if module == "molaplace.botorch" and importlib.util.find_spec("botorch") is None:
-        return True  # CI has the extra
     home = importlib.import_module(module)
     return hasattr(home, attribute) or (hasattr(home, "__path__") and importlib.util.find_spec(name) is not None)
 

@@ -69,8 +69,9 @@ def run_command(line, monkeypatch):
 @pytest.mark.usefixtures("_blank_figures")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_run(page, tmp_path, monkeypatch):
-    if "molaplace.botorch" in page.read_text():
-        pytest.importorskip("botorch", reason="NO BOTORCH: pip install 'molaplace[botorch]' to run this page.")
+    if "from botorch" in page.read_text():
+        pytest.importorskip("botorch", reason="NO BOTORCH: pip install botorch to run this page.")
+        monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.set_default_dtype(torch.float32)
