@@ -21,7 +21,8 @@ from molaplace.errors import MolaWarning
 from molaplace.evaluation import baselines, collect
 from molaplace.progress import no_progress
 from molaplace.report.words import evaluation_findings
-from molaplace.report.writing import write_evaluation
+from molaplace.report.writing import EVALUATION, PAGE, write_page
+from molaplace.saving.files import replacing
 from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
 from tests.pages import Page
@@ -94,7 +95,9 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 @pytest.mark.parametrize("kind", ["classes"], indirect=True)
 def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
     def write(*data, progress=no_progress):
-        write_evaluation(run_evaluate(kind.open(), to_evaluate(*data)), tmp_path, progress)
+        evaluation = run_evaluate(kind.open(), to_evaluate(*data))
+        with replacing(tmp_path, EVALUATION, (PAGE,)) as folder:
+            write_page(evaluation, folder, progress)
 
     def stop(words, share):
         if share > 0.3:

@@ -61,10 +61,16 @@ def posterior(version):
 
 
 def fake_demo(monkeypatch, version):
-    result = SimpleNamespace(networks=[nn.Linear(2, 2)], numbers=lambda: {"version": version})
+    result = SimpleNamespace(networks=[nn.Linear(2, 2)], evaluation=None)
     monkeypatch.setattr("molaplace.cli.demo.run_demo", lambda *_: result)
-    monkeypatch.setattr("molaplace.demo.report.demo_figures", lambda _: dict.fromkeys(["a", f"of-{version}"]))
-    monkeypatch.setattr("molaplace.demo.report.demo_page", lambda *_: f"page {version}")
+    monkeypatch.setattr("molaplace.cli.demo.print_summary", lambda *_: None)
+
+    def write_page(evaluation, folder, progress):
+        (folder / "figures").mkdir()
+        for name in ("figures/a.svg", f"figures/of-{version}.svg", "numbers.json", "index.html"):
+            (folder / name).write_text(f"page {version}")
+
+    monkeypatch.setattr("molaplace.report.writing.write_page", write_page)
 
 
 def fake_export(monkeypatch, version):

@@ -422,7 +422,7 @@ def test_a_page_is_saved_with_its_verdict(posterior, tmp_path):
         "ours: ",
         "DE-L",
         "MoLA (paper)",
-        "Shifted data: blur",
+        "Shifted data: accuracy",
         "Outliers: far",
         "&lt;a&gt;",
         "mola.evaluate",

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
+from molaplace.cli.evaluate import print_summary
 from molaplace.cli.options import FolderOptions, check_writable, option
 from molaplace.cli.terminal import showing_progress
-from molaplace.demo.report import DEMO, demo_headlines, write_demo
-from molaplace.demo.run import DemoSettings, run_demo
+from molaplace.demo.run import DEMO, DemoSettings, run_demo, write_demo
 from molaplace.progress import part
-from molaplace.report.comparison_tables import test_table
-from molaplace.report.tables import print_table
 from molaplace.report.writing import PAGE
 from molaplace.saving.files import check_folder
 
@@ -22,7 +17,7 @@ FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Largest seed allowed: half the largest seed that scikit-learn accepts, because the two-moons data need two seeds."""
+"""Largest seed allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +32,10 @@ class DemoOptions(FolderOptions):
 
 
 def demo(options: DemoOptions) -> None:
-    """Compare a single network, a scaled deep ensemble and MoLA (with the paper's and the default rule) on handwritten digits.
+    """Compare single networks, deep ensembles and MoLA (with the paper's and the default rule) on handwritten digits.
 
     Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
-    data, rotated digits and OOD inputs. Writes a web page with tables and figures, and the networks. Takes about a minute.
+    data, rotated digits and OOD inputs. Writes a web page with tables and figures, and the networks.
     """
     output = options.output
     quiet = options.quiet
@@ -49,12 +44,5 @@ def demo(options: DemoOptions) -> None:
     with showing_progress(quiet=quiet) as progress:
         result = run_demo(DemoSettings(seed=options.seed), part(progress, 0.0, FIGURES_BEGIN))
         page = write_demo(result, output, part(progress, FIGURES_BEGIN, 1.0), overwrite=True)  # as checked above
-    if quiet:
-        return
-    console = Console(highlight=False)
-    print_table(console, test_table(result.comparison))
-    for title, values in demo_headlines(result.comparison).items():
-        numbers = ", ".join(f"{method} {value}" for method, value in values.items())
-        console.print(f"[bold]{escape(title)}[/bold]: {escape(numbers)}", soft_wrap=True)
-    where = f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers and the trained networks."
-    console.print(where, soft_wrap=True)
+    if not quiet:
+        print_summary(result.evaluation, page)

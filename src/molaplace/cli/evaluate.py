@@ -46,7 +46,7 @@ from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.rules.label_checks import check_class_order
-from molaplace.saving.files import check_folder
+from molaplace.saving.files import check_folder, replacing
 
 COVERAGE = 0.9
 """Coverage guaranteed for the prediction sets in the report."""
@@ -89,7 +89,7 @@ def evaluate(options: EvaluateOptions) -> None:
         molaplace evaluate posterior --test images/test --ood images/strange
     """
     # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.report.writing import EVALUATION, PAGE, RUN_FILE, write_evaluation
+    from molaplace.report.writing import EVALUATION, PAGE, RUN_FILE, write_page, write_texts
 
     output = options.output
     check_writable(output)
@@ -102,16 +102,19 @@ def evaluate(options: EvaluateOptions) -> None:
             return  # only rank 0 writes and prints
         run = to_toml(as_document(options, "evaluate", output))
         drawing = part(progress, DRAWING_BEGINS, 1.0)
-        page = write_evaluation(evaluation, output, drawing, run=run, overwrite=True)  # as checked above
+        with replacing(output, EVALUATION, (PAGE,), overwrite=True) as folder:  # as checked above
+            write_page(evaluation, folder, drawing)
+            write_texts({RUN_FILE: run}, folder)
     if not options.quiet and not options.as_json:
-        _print_summary(Console(highlight=False), evaluation, page)
+        print_summary(evaluation, output / PAGE)
     finish(
         SkippedInputs(evaluation.left_out), evaluation.document(), team, as_json=options.as_json, quiet=options.quiet
     )
 
 
-def _print_summary(console: Console, evaluation: Evaluation, page: Path) -> None:
-    # Print the findings and the main table. The report contains all results.
+def print_summary(evaluation: Evaluation, page: Path) -> None:
+    """Print the findings and the main table; the page contains all results."""
+    console = Console(highlight=False)
     for title, finding in evaluation_findings(evaluation).items():
         console.print(f"[bold]{escape(title)}:[/bold] {escape(finding)}", soft_wrap=True)
     print_table(console, replace(evaluation_tables(evaluation)[0], caption=""))

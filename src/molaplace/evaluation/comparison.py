@@ -137,7 +137,6 @@ class MethodResult:
     labelled: dict[str, LabelledResult]
     """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
-    examples: dict[str, Examples] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,6 @@ class Evaluation:
     """For single-run comparisons, the best method for each set and metric. On labelled sets, the metrics are all that have a
     direction and a standard error, with entries named `(method,)`. On outlier sets, "confidence" and "max probability" (the AUROC of
     this score) have entries named `(method,)`, whereas "auroc" and "fpr95" have entries named `(method, score)`."""
-    pictures: dict[str, Pictures] = field(default_factory=dict)
-    """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()
     """Notes on tuning, and caveats about the data."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)

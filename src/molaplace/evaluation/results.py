@@ -26,7 +26,6 @@ from molaplace.evaluation.comparison import (
     MethodResult,
     OutlierResult,
     OutputResult,
-    Pictures,
     RegressionDetail,
     Role,
     SetInfo,
@@ -307,7 +306,6 @@ def compare(
     *,
     subject: str,
     classes: Sequence[str] | None = None,
-    pictures: Mapping[str, Pictures] | None = None,
     notes: Sequence[str] = (),
     **entries: Any,
 ) -> Evaluation:
@@ -320,11 +318,9 @@ def compare(
         predictors: the methods, whose tuned values and notes are shown.
         subject: the method that the comparison is about.
         classes: names of the classes or outputs; by default, their indices.
-        pictures: the first few images of some sets, by set name; adds the predictions for them.
         notes: notes in addition to those of the tunings.
         entries: further fields of the evaluation.
     """
-    pictures = pictures or {}
     levels = {info.name: info.level for info in sets if info.role in ("test", "shift")}
     outliers = [info.name for info in sets if info.role == "outlier"]
     inliers = columns[next(info.name for info in sets if info.role == "test")]
@@ -337,7 +333,6 @@ def compare(
                 for name, level in levels.items()
             },
             outliers={name: outlier_result(inliers[method], columns[name][method]) for name in outliers},
-            examples={name: examples_of(columns[name][method]) for name in pictures},
         )
         for method, predictor in predictors.items()
     }
@@ -349,7 +344,6 @@ def compare(
         classes=names,
         leads={name: labelled_leads(columns[name]) for name in levels}
         | {name: outlier_leads(inliers, columns[name]) for name in outliers},
-        pictures=dict(pictures),
         regression="square" in inliers[subject].data,
         differences=differences(inliers, subject),
         notes=(*tuning_notes(predictors), *notes),

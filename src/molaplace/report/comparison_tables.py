@@ -60,9 +60,8 @@ SUITES_ONLY = ("log_likelihood", "ece100", "ece_legacy", "mce", "mce_legacy", "a
 def evaluation_tables(evaluation: Evaluation) -> list[Table]:
     """Return the tables for the test data, the decisions, each set of shifted data and each outlier set."""
     on_test = _regression_tables(evaluation) if evaluation.regression else [test_table(evaluation)]
-    on_shifted = [labelled_table(evaluation, info) for info in evaluation.of_role("shift")]
     on_outliers = [table for info in evaluation.of_role("outlier") for table in outlier_tables(evaluation, info)]
-    return [*on_test, *_decision_tables(evaluation), *on_shifted, *on_outliers]
+    return [*on_test, *_decision_tables(evaluation), *shift_tables(evaluation), *on_outliers]
 
 
 def detail_table(evaluation: Evaluation) -> Table | None:
@@ -96,20 +95,32 @@ def comparison_table(
 
 def test_table(evaluation: Evaluation) -> Table:
     """Return the metrics on the test data."""
-    return labelled_table(evaluation, evaluation.test)
-
-
-def labelled_table(evaluation: Evaluation, info: SetInfo) -> Table:
-    """Return the metrics on the test data or on shifted data."""
-    title = "On the test data" if info.role == "test" else f"Shifted data: {info.title}"
+    test = evaluation.test
     errors = "with standard errors computed over the inputs."
     if evaluation.regression:
-        caption = f"{set_words(info)}, in the targets' units, {errors} {BOLD.format('')}."
-        return comparison_table(evaluation, title, caption, columns_on(info.name, REGRESSION_METRICS))
+        caption = f"{set_words(test)}, in the targets' units, {errors} {BOLD.format('')}."
+        return comparison_table(evaluation, "On the test data", caption, columns_on(test.name, REGRESSION_METRICS))
     catalogue = {**CLASSIFICATION_METRICS, **CLASS_METRICS}
     metrics = {name: metric for name, metric in catalogue.items() if name not in SUITES_ONLY}
-    caption = f"{set_words(info)}, {errors} {ABBREVIATIONS} {BOLD.format('')}."
-    return comparison_table(evaluation, title, caption, columns_on(info.name, metrics))
+    caption = f"{set_words(test)}, {errors} {ABBREVIATIONS} {BOLD.format('')}."
+    return comparison_table(evaluation, "On the test data", caption, columns_on(test.name, metrics))
+
+
+def shift_tables(evaluation: Evaluation) -> list[Table]:
+    """Return a table for each of the main metrics on shifted data, with a column for each set."""
+    tables = []
+    sets = evaluation.of_role("shift")
+    catalogue = REGRESSION_METRICS if evaluation.regression else CLASSIFICATION_METRICS
+    for name in ("rmse", "nll", "crps") if evaluation.regression else ("accuracy", "nll", "ece"):
+        columns = [
+            replace(column, name=info.title)
+            for info in sets
+            for column in columns_on(info.name, {name: catalogue[name]})
+        ]
+        title = f"Shifted data: {catalogue[name].name}"
+        caption = f"With standard errors computed over the inputs. {BOLD.format('')}."
+        tables += [comparison_table(evaluation, title, caption, columns)] if sets else []
+    return tables
 
 
 def outlier_tables(evaluation: Evaluation, info: SetInfo) -> tuple[Table, Table]:

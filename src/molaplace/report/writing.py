@@ -29,28 +29,22 @@ RUN_FILE = "run.toml"
 EVALUATION = "evaluation"
 
 
-def write_evaluation(
-    evaluation: Evaluation,
-    directory: Path,
-    progress: Progress = no_progress,
-    *,
-    run: str | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page.
+def write_evaluation(evaluation: Evaluation, directory: Path, *, overwrite: bool = False) -> Path:
+    """Write the page of an evaluation to a folder, and return the path of the page; see `molaplace.saving.files.Marker.replaceable`."""
+    with replacing(directory, EVALUATION, (PAGE,), overwrite=overwrite) as folder:
+        write_page(evaluation, folder)
+    return directory / PAGE
 
-    The text `run` is written to the run file, and `overwrite` is explained in `molaplace.saving.files.Marker.replaceable`.
-    """
+
+def write_page(evaluation: Evaluation, folder: Path, progress: Progress = no_progress) -> None:
+    """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png` to an empty folder."""
     tables = [*evaluation_tables(evaluation), detail_table(evaluation)]
     lines = [f"* **{title}.** {text}" for title, text in words.evaluation_findings(evaluation).items()]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
     lines += [*[f"* {remark}" for remark in words.evaluation_remarks(evaluation)], ""]
-    with replacing(directory, EVALUATION, (PAGE,), overwrite=overwrite) as folder:
-        figures = draw_figures(evaluation_figures(evaluation), folder, progress)
-        page = evaluation_page(evaluation, list(figures.values()))
-        texts = {"numbers.json": as_json(evaluation.document()), "tables.md": "\n".join(lines), PAGE: page}
-        write_texts(texts if run is None else {**texts, RUN_FILE: run}, folder)
-    return directory / PAGE
+    figures = draw_figures(evaluation_figures(evaluation), folder, progress)
+    page = evaluation_page(evaluation, list(figures.values()))
+    write_texts({"numbers.json": as_json(evaluation.document()), "tables.md": "\n".join(lines), PAGE: page}, folder)
 
 
 def draw_figures(figures: Mapping[str, Planned], directory: Path, progress: Progress) -> dict[str, Drawn]:
