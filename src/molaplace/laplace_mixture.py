@@ -346,7 +346,10 @@ class LaplaceMixture(Predictor):
 
     def alone(self, index: int) -> Self:
         """Return the mixture that contains only the component with the given index."""
-        settings = replace(self.settings, prior_precision=(self.prior_precision[index],))
+        precision, factor = (
+            values[index : index + 1] for values in (self.settings.prior_precision, self.settings.noise_factor)
+        )
+        settings = replace(self.settings, prior_precision=precision, noise_factor=factor)
         reference = None if self.reference is None else Reference(self.reference.scales[index : index + 1])
         return self.with_parts(
             components=[self.components[index]], settings=settings, weights="uniform", reference=reference

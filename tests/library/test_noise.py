@@ -13,6 +13,7 @@ from molaplace import normal_mixtures
 from molaplace.calibration import scale_noise
 from molaplace.errors import DataError, OptionError
 from molaplace.likelihoods import Gaussian
+from tests.closeness import assert_close
 
 
 def network(outputs=2, seed=0):
@@ -63,3 +64,18 @@ def test_wrong_use_is_refused():
     ):
         with pytest.raises(error, match=words):
             scale_noise(predictor, loader)
+
+
+def test_a_component_alone_keeps_its_noise():
+    """Tuning rescales the noise of each network, and functions are drawn from a component alone."""
+    inputs = torch.randn(120, 3, generator=torch.Generator().manual_seed(0))
+    targets = inputs[:, :2] + 0.3 * torch.randn(120, 2, generator=torch.Generator().manual_seed(1))
+    networks = [nn.Linear(3, 2) for _ in range(2)]
+    train, val = [(inputs[:60], targets[:60])], [(inputs[60:], targets[60:])]
+    posterior = mola.fit(networks, train, val, likelihood="gaussian", progress=False)
+    assert posterior.settings.noise_factor
+    prediction = posterior.predict(inputs)
+    for index in range(2):
+        alone = posterior.alone(index).predict(inputs)
+        assert_close(alone.component_noise[:, 0], prediction.component_noise[:, index], "float64")
+    assert posterior.function(0)(inputs).shape == (120, 2)
