@@ -118,7 +118,8 @@ def shift_tables(evaluation: Evaluation) -> list[Table]:
             for column in columns_on(info.name, {name: catalogue[name]})
         ]
         title = f"Shifted data: {catalogue[name].name}"
-        caption = f"With standard errors computed over the inputs. {BOLD.format('')}."
+        unit = "In %, with" if catalogue[name].factor == 100 else "With"
+        caption = f"{unit} standard errors computed over the inputs. {BOLD.format('')}."
         tables += [comparison_table(evaluation, title, caption, columns)] if sets else []
     return tables
 
