@@ -26,7 +26,14 @@ from tests import saved_files
 
 def with_job(folder: Path, text: str) -> Path:
     """A posterior's folder with another job in both of its files, sealed, as anyone who makes a folder can write it."""
-    saved_files.edit(folder / "posterior.safetensors", lambda document, _: document["job"].update(tomllib.loads(text)))
+    made = tomllib.loads(text)
+
+    def change(document, _):
+        document["bundle"]["made"].update(made)
+        for source, name in zip(document["bundle"]["networks"], 3 * made["options"]["network"], strict=False):
+            source["build"] = name
+
+    saved_files.edit(folder / "posterior.safetensors", change)
     (folder / "job.toml").write_text(text)
     return folder
 

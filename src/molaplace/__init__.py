@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from molaplace.evaluation.evaluate import evaluate
     from molaplace.features import fit_features
     from molaplace.fitting import ensemble, fit
-    from molaplace.loading import load
+    from molaplace.loading import load, load_bundle
     from molaplace.mixture import Mixture
     from molaplace.monitoring.watching import Watch, watch
     from molaplace.network.views import adapters
@@ -58,6 +58,7 @@ __all__ = [
     "likelihoods",
     "links",
     "load",
+    "load_bundle",
     "prediction_intervals",
     "prediction_sets",
     "rules",
@@ -84,6 +85,7 @@ _NAMES = {
     "fit": "fitting",
     "fit_features": "features",
     "load": "loading",
+    "load_bundle": "loading",
     "prediction_intervals": "decisions",
     "prediction_sets": "decisions",
     "watch": "monitoring.watching",

@@ -1,13 +1,6 @@
 """Save posteriors with their networks and a model card, and exchange them with the Hugging Face hub.
 
-No code from a folder or from the hub is ever run. A folder contains:
-
-config.json                     class names, and the type and precision of each network; written last
-.molaplace.json                 names and checksums of these files; no other file of the folder or repository is ever replaced
-networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json
-posterior/                      as written by `posterior.save`, with a checksum of each network's weights
-tokenizer/, processor/          the objects that prepare texts and images, if given
-README.md                       the model card, written by `huggingface_hub`
+`save` writes a bundle (`molaplace.saving.bundle`) with a card, which `mola.load` and the commands open, too. No code from the hub is run.
 """
 
 from __future__ import annotations
@@ -22,44 +15,33 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from molaplace.errors import OptionError, StorageError, importing
 from molaplace.evaluation import Evaluation
+from molaplace.loading import load as open_folder
 from molaplace.network import TokenChoice
 from molaplace.posterior import MoLA
-from molaplace.saving import posterior as saved_posterior
-from molaplace.saving.files import LOCK, MARKER, Marker, encode, file_name, replacing
-from molaplace.saving.posterior import load_posterior, pack
-from molaplace.saving.pretrained import load_pretrained, read_config
-from molaplace.saving.schema import Optional, check
-from molaplace.saving.weights import load_weights, save_weights
+from molaplace.saving.bundle import CARD, FILE, NETWORKS, WITH_NETWORKS, save_bundle, with_contents
+from molaplace.saving.files import LOCK, MARKER, Marker
 
-FORMAT = "molaplace-hub-folder"
-VERSION = 1
-CONFIG = "config.json"
-CARD = "README.md"
-WEIGHTS = "model.safetensors"
-FOLDERS = ("networks", "posterior", "tokenizer", "processor")
-KIND = "model for the hub"
+HELPERS = ("tokenizer", "processor")
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's task names, keyed by the suffix of a transformers network's class name."""
 
 TAGS = ("molaplace", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
-SCHEMA: dict[str, Any] = {
-    "classes": [str],
-    "networks": [{"type": str, "from_pretrained": bool, "dtype": Optional(str), "tokens": Optional([int])}],
-}
 
 
 def save(
     posterior: MoLA,
     folder: str | Path,
     *,
+    build: str | Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
+    example: Any = None,
+    preparation: Mapping[str, Any] | None = None,
+    validation: tuple[Any, Tensor] | None = None,
     evaluation: Evaluation | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -74,7 +56,11 @@ def save(
     Args:
         posterior: the posterior from `mola.fit`.
         folder: the folder to write to; it is created if it does not exist.
+        build: function that builds a network, as in `MoLA.save`.
         classes: names of the outputs; by default, those in the transformers configuration, or numbers if there are none.
+        example: a batch of inputs, as in `MoLA.save`.
+        preparation: how images are prepared, as in `MoLA.save`.
+        validation: a prediction for validation data, and their labels, as in `MoLA.save`.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         tokenizer: any object that prepares texts and has a `save_pretrained` method; it is saved in the folder.
         processor: any object that prepares images and has a `save_pretrained` method; it is saved in the folder.
@@ -99,26 +85,28 @@ def save(
             "must be results for this posterior alone, from mola.evaluate(posterior, test_loader).",
             argument="evaluation",
         )
-    outputs = _class_names(posterior, classes)
+    contents, columns = with_contents(posterior, classes, example, preparation, validation)
     target = Path(folder).resolve()
-    with replacing(target, KIND, (CONFIG,), overwrite=overwrite) as new:
-        networks = [
-            _save_network(network, new / "networks" / str(index)) for index, network in enumerate(posterior.networks)
-        ]
+    kind = type(posterior.networks[0]).__name__
+    task = card.get("pipeline_tag", next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None))
+    data = {**card, "pipeline_tag": task, "tags": list(dict.fromkeys([*TAGS, *card.get("tags", ())]))}
+    needs_build = not all(hasattr(network, "save_pretrained") for network in map(_bare, posterior.networks))
+    width = posterior.likelihood.num_uncertain(posterior.components[0].head.outputs)  # type: ignore[union-attr]
+    names = contents.classes[:width] or tuple(map(str, range(width)))
+    text = _card_text(posterior, name or target.name, data, names, helpers, evaluation, needs_build=needs_build)
+
+    def write(new: Path) -> None:
         for role, helper in helpers.items():
             helper.save_pretrained(new / role)
-        path = new / "posterior" / file_name(saved_posterior.KIND)
-        path.parent.mkdir()
-        path.write_bytes(encode(*pack(posterior)))
-        needs_build = not all(network["from_pretrained"] for network in networks)
-        kind = type(posterior.networks[0]).__name__
-        task = card.get("pipeline_tag", next((task for suffix, task in TASKS.items() if kind.endswith(suffix)), None))
-        data = {**card, "pipeline_tag": task, "tags": list(dict.fromkeys([*TAGS, *card.get("tags", ())]))}
-        text = _card_text(posterior, name or target.name, data, outputs, helpers, evaluation, needs_build=needs_build)
         (new / CARD).write_text(text, encoding="utf-8")
-        config = {"format": FORMAT, "version": VERSION, "library_name": "molaplace", "classes": outputs}
-        (new / CONFIG).write_text(json.dumps({**config, "networks": networks}, indent=2), encoding="utf-8")
-    return target
+
+    return save_bundle(
+        posterior, target, contents, columns, networks=True, build=build, write=write, overwrite=overwrite
+    )
+
+
+def _bare(network: nn.Module) -> nn.Module:
+    return network.model if isinstance(network, TokenChoice) else network
 
 
 def push(
@@ -179,7 +167,7 @@ def _replaceable(repository: str, revision: str | None, new: Mapping[str, str], 
     before = Marker.parse(content(MARKER), f"{repository}/{MARKER}") if MARKER in entries else Marker()
     present = {name: checksum(name) for name in (*before.files, *new)}
     visible = sorted(path for path in entries if not path.startswith("."))
-    return before.replaceable(repository, KIND, present, new, visible=visible, overwrite=overwrite)
+    return before.replaceable(repository, WITH_NETWORKS, present, new, visible=visible, overwrite=overwrite)
 
 
 def load(
@@ -187,6 +175,7 @@ def load(
     build: Callable[[], nn.Module] | type | Sequence[nn.Module] | None = None,
     *,
     revision: str | None = None,
+    trust: bool = False,
 ) -> MoLA:
     """Load a posterior from a folder written by `save` or from a repository on the Hugging Face hub, and check that it is complete.
 
@@ -196,6 +185,7 @@ def load(
             `from_pretrained` method, such as `AutoModelForImageClassification` from transformers; or a list of networks that already
             have their weights. Not needed for transformers networks.
         revision: branch, tag or commit of the repository.
+        trust: whether to import and run a function that only the folder names.
 
     Returns:
         The posterior. `StorageError` is raised if a file is missing or damaged, is newer than this library, or belongs to a different
@@ -204,29 +194,15 @@ def load(
     directory = Path(folder)
     if not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
         directory = _download(str(folder), revision)
-    config = _read_config(directory)
-    if build is not None and not callable(build):
-        networks = list(build)
-    else:
-        networks = [
-            _load_network(directory / "networks" / str(index), entry, build)
-            for index, entry in enumerate(config["networks"])
-        ]
-    return load_posterior(directory / "posterior", networks)
-
-
-def is_hub_folder(folder: str | Path) -> bool:
-    """Return whether the folder was written by `save`."""
-    try:
-        return bool(read_config(Path(folder) / CONFIG).get("format") == FORMAT)
-    except StorageError:  # the folder of a posterior has no configuration, and that of another library may have any
-        return False
+    posterior = open_folder(directory, build, trust=trust)
+    assert isinstance(posterior, MoLA)
+    return posterior
 
 
 def _download(repository: str, revision: str | None) -> Path:
     with importing("downloading from the hub", "huggingface_hub", "hub"):
         import huggingface_hub
-    patterns = [CONFIG, *(f"{entry}/*" for entry in FOLDERS)]
+    patterns = [FILE, CARD, *(f"{entry}/*" for entry in (NETWORKS, *HELPERS))]
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -285,97 +261,3 @@ def _card_text(
 def _plain(text: str) -> str:
     # Return the text on a single line, with special HTML and Markdown characters escaped.
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
-
-
-def _class_names(posterior: MoLA, classes: Sequence[str] | None) -> list[str]:
-    head = posterior.components[0].head
-    width = posterior.likelihood.num_uncertain(head.outputs) if head else 0
-    id2label = getattr(getattr(posterior.networks[0], "config", None), "id2label", None)
-    if classes is None and isinstance(id2label, dict) and id2label:
-        classes = [id2label[index] for index in sorted(id2label)]
-    names = [str(name) for name in (range(width) if classes is None else classes)]
-    if len(set(names)) != len(names) or len(names) != width:
-        raise OptionError(f"must be {width} different names, one for each output; got {names}.", argument="classes")
-    return names
-
-
-def _save_network(network: nn.Module, directory: Path) -> dict[str, Any]:
-    if isinstance(network, TokenChoice):
-        return {**_save_network(network.model, directory), "tokens": network.tokens.tolist()}
-    save_pretrained: Any = getattr(network, "save_pretrained", None)
-    if save_pretrained is not None:
-        save_pretrained(directory)
-    else:
-        save_weights(network, directory / WEIGHTS)
-    dtypes = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
-    return {
-        "type": f"{type(network).__module__}.{type(network).__qualname__}",
-        "from_pretrained": save_pretrained is not None,
-        "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
-        "tokens": None,
-    }
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    config = read_config(path)
-    if (config.get("format"), config.get("version")) != (FORMAT, VERSION):
-        raise StorageError(
-            f"{path} was not written by this version of molaplace: expected the format {FORMAT!r} with version {VERSION}. Update "
-            f"molaplace, or use a separate folder."
-        )
-    check(config, SCHEMA, "")
-    return config
-
-
-def _load_network(directory: Path, entry: dict[str, Any], build: Any) -> nn.Module:
-    if entry["tokens"] is not None:
-        return TokenChoice(_load_network(directory, {**entry, "tokens": None}, build), entry["tokens"])
-    # The checksums in the posterior reveal weights that are damaged or were initialised at random by transformers.
-    dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
-    if entry["dtype"] and not isinstance(dtype, torch.dtype):
-        raise StorageError(
-            f"the precision {entry['dtype']!r} in {CONFIG} is unknown; expected the name of a torch dtype. Download the "
-            f"folder again.",
-            place=str(directory),
-        )
-    adapter = next(directory.glob("**/adapter_config.json"), None)
-    if adapter is not None and not hasattr(build, "from_pretrained"):
-        raise OptionError(
-            f"{adapter.parent} holds an adapter without its backbone. Load all adapters on one backbone, with "
-            f"PeftModel.from_pretrained(backbone, folder, adapter_name=...) and model.load_adapter(folder, adapter_name=...), and "
-            f"call mola.hub.load(folder, mola.adapters(model))."
-        )
-    if build is None:
-        build = _transformers_class(entry, directory)
-    network: nn.Module
-    if not hasattr(build, "from_pretrained"):
-        network = build()
-        network = network if dtype is None else network.to(dtype)
-        load_weights(network, directory / WEIGHTS)
-        return network.eval()
-    try:
-        network = load_pretrained(build, directory, dtype=dtype)
-    except StorageError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise StorageError(f"{directory} is damaged or incomplete: {error} Download the folder again.") from error
-    return network.eval()
-
-
-def _transformers_class(entry: dict[str, Any], directory: Path) -> Any:
-    # Only transformers classes are looked up by name: importing anything else could run arbitrary code.
-    kind = entry["type"].split(".")
-    if not entry["from_pretrained"] or kind[0] != "transformers":
-        raise OptionError(
-            f"{directory} holds a {entry['type']}. Pass a function that builds this network: mola.hub.load(folder, build)."
-        )
-    with importing(f"loading a {kind[-1]}", "transformers", "transformers"):
-        import transformers
-    network_class = getattr(transformers, kind[-1], None)
-    if not (isinstance(network_class, type) and issubclass(network_class, transformers.PreTrainedModel)):
-        raise StorageError(
-            f"{directory} contains a {kind[-1]}, which this version of transformers does not provide. Pass a function that "
-            f"builds this network: mola.hub.load(folder, build)."
-        )
-    return network_class

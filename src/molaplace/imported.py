@@ -1,10 +1,14 @@
-"""Functions and classes of the user's code, imported by a name of the form `package.module:function`."""
+"""Functions and classes of the user's code, imported by a name of the form `package.module:function`.
+
+A file that comes from a stranger may name a function, such as the one that builds a bundle's networks, and importing a module runs it. A
+function that the user names on the command line needs no consent; a function that only a file names needs `--trust`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +18,6 @@ from molaplace.options import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["import_builder", "import_function"]
 
 
 def is_path(name: str) -> bool:
@@ -28,6 +30,21 @@ def is_function_name(name: str) -> bool:
     if ":" not in name or is_path(name) or name.startswith("digits:"):
         return False
     return not Path(name).expanduser().exists()
+
+
+def require_trust(names: Iterable[str], source: Path, flag: str, *, trust: bool) -> None:
+    """Raise `OptionError` if a file names a function and the user does not trust it. Nothing is imported."""
+    for name in names:
+        if is_function_name(name) and not trust:
+            raise not_trusted(name, source, flag)
+
+
+def not_trusted(name: str, source: Path, flag: str) -> OptionError:
+    """Return the error for a function that only a file names."""
+    return OptionError(
+        f"{source} names {name}. Importing this function could run a stranger's code. If you trust {source}, add --trust (in Python, "
+        f"trust=True); if this is your own code, you can also name it: {flag} {name}."
+    )
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -342,18 +342,39 @@ class MoLA(LaplaceMixture):
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
-        """Save everything except the networks: sums, settings, weights, link, reference, and a checksum of each network.
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        networks: bool = False,
+        build: str | Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
+        example: Any = None,
+        preparation: Mapping[str, Any] | None = None,
+        validation: tuple[Any, Tensor] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Save the posterior to a folder: sums, settings, weights, link, reference, and a checksum of each network.
+
+        With its networks, the folder is complete: `mola.load(directory)`, the commands and `mola.hub` open it.
 
         Args:
             directory: folder to write to. If the folder already contains a posterior, that posterior remains readable until the new
                 one is complete. Files that molaplace did not write are never replaced or removed.
+            networks: whether to save the networks, too: in the format of transformers if they are from there, else as weights.
+            build: function that builds a network of the same architecture, such as "package.module:build", or a name for each network.
+                Whoever opens the folder must trust it (`trust=True`, `--trust`) or pass the function. Not needed for transformers.
+            classes: names of the outputs.
+            example: a batch of inputs. Their shapes are saved, because the command `molaplace export` needs them.
+            preparation: how the commands prepare images: "resize", "crop", "mode", "mean" and "std", as in `molaplace fit`.
+            validation: a prediction for validation data, and their labels. The commands compute alarms and guarantees from their scores.
             overwrite: whether to write even if the folder contains other files but no posterior. The user's files are kept, and anything
                 else that molaplace has saved there is replaced.
 
         Returns:
-            The folder, which can be passed to `mola.load(directory, networks)`.
+            The folder, which can be passed to `mola.load(directory, networks)`, or to `mola.load(directory)` if it contains networks.
         """
-        from molaplace.saving.posterior import save_posterior
+        from molaplace.saving.bundle import save_bundle, with_contents
 
-        return save_posterior(self, directory, overwrite=overwrite)
+        contents, columns = with_contents(self, classes, example, preparation, validation)
+        return save_bundle(self, directory, contents, columns, networks=networks, build=build, overwrite=overwrite)

@@ -39,7 +39,7 @@ class WholeNetworks:
         folder = context.folder("whole", *identity)
         with collect_warnings() as notes:
             if (folder / "posterior.json").exists():
-                posterior = mola.whole.load(folder, models)
+                posterior = mola.load(folder, models)
             else:
                 sizes = [
                     sum(weight.numel() for weight in model.parameters() if weight.requires_grad) for model in models

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 import molaplace as mola
 from molaplace.cli.evaluate import run_evaluate
-from molaplace.cli.folder import open_posterior, read_information
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.info import print_information, read_information
 from molaplace.cli.options import as_document, to_toml
 from molaplace.errors import DataError, OptionError, StorageError
 from tests import saved_files
@@ -34,12 +36,14 @@ def test_a_job_is_what_a_program_would_have_done(workspace, fitted):
     assert fitted.example.shape == (2, 3, 6, 6)
     assert fitted.example.dtype == torch.float32
     assert fitted.preprocessing.mode == "RGB"
-    assert fitted.document["result"]["outputs"] == 3
+    assert fitted.bundle.contents.made["result"]["outputs"] == 3
 
 
 def test_networks_in_half_precision_are_fitted_checked_and_evaluated(workspace, fitted, tmp_path):
     summary = run_fit(job_for(workspace, network=(f"{workspace.module}:half",)), tmp_path / "posterior")
-    metrics, expected = (result["validation"]["metrics"] for result in (summary["result"], fitted.document["result"]))
+    metrics, expected = (
+        result["validation"]["metrics"] for result in (summary["result"], fitted.bundle.contents.made["result"])
+    )
     assert abs(metrics["nll"] - expected["nll"]) < 0.05
     folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.example.dtype == torch.bfloat16
@@ -53,10 +57,10 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(workspace, fitted,
     assert_close(document["result"]["prior_precision"], fitted.posterior.prior_precision)
     assert_close(
         document["result"]["validation"]["metrics"],
-        fitted.document["result"]["validation"]["metrics"],
+        fitted.bundle.contents.made["result"]["validation"]["metrics"],
         "difference",
     )
-    assert document["result"]["inputs"] == fitted.document["result"]["inputs"]
+    assert document["result"]["inputs"] == [asdict(tensor) for tensor in fitted.bundle.contents.inputs.tensors]
 
 
 @pytest.mark.parametrize(
@@ -178,28 +182,26 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
     again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
     assert run_evaluate(open_posterior(away / "bundle", trust=True), again).test.count
     with pytest.raises(
-        OptionError, match=r"away/0\.safetensors do not exist.*molaplace fit --config .*plain/job\.toml --bundle"
+        StorageError, match=r"away/0\.safetensors cannot be read.*molaplace fit --config .*plain/job\.toml --bundle"
     ):
         open_posterior(away / "plain", trust=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("change", "place"),
     [
-        ("preprocessing", {"mean": "a"}),
-        ("validation", {"outlier_threshold": "x"}),
+        (lambda bundle: bundle["preparation"].update(mean="a"), r"bundle\.preparation\.mean"),
+        (
+            lambda bundle: bundle["made"]["result"]["validation"].update(outlier_threshold="x"),
+            r"made\.result\.validation",
+        ),
     ],
 )
-def test_a_garbled_result_is_named(fitted, tmp_path, name, value):
+def test_a_garbled_result_is_named(fitted, tmp_path, change, place):
     copy = shutil.copytree(fitted.folder, tmp_path / "posterior")
-
-    def garble(document, _):
-        result = document["job"]["result"]
-        result[name] = result[name] | value if isinstance(value, dict) else value
-
-    saved_files.edit(copy / "posterior.safetensors", garble)
-    with pytest.raises(StorageError, match=r"damaged|job|outputs"):
-        open_posterior(copy, trust=True)
+    saved_files.edit(copy / "posterior.safetensors", lambda document, _: change(document["bundle"]))
+    with pytest.raises(StorageError, match=f"damaged at '{place}"):
+        print_information(Console(), read_information(copy))
 
 
 def test_weights_that_changed_or_went_are_named(workspace, tmp_path):
@@ -211,7 +213,7 @@ def test_weights_that_changed_or_went_are_named(workspace, tmp_path):
     with pytest.raises(StorageError, match=r"networks\[1\].*differ.*Restore"):
         open_posterior(tmp_path / "posterior", trust=True)
     paths[1].unlink()
-    with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
+    with pytest.raises(StorageError, match=r"networks\[1\].*1\.safetensors cannot be read.*Restore"):
         open_posterior(tmp_path / "posterior", trust=True)
 
 
@@ -219,7 +221,7 @@ def test_a_folder_that_is_none_is_refused(workspace, tmp_path, fitted):
     with pytest.raises(StorageError, match="contains no posterior"):
         open_posterior(tmp_path, trust=True)
     fitted.posterior.save(tmp_path / "by-program")
-    with pytest.raises(StorageError, match="saved from Python"):
+    with pytest.raises(StorageError, match="without its networks"):
         open_posterior(tmp_path / "by-program", trust=True)
     with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
         open_posterior(fitted.folder, device="meta", trust=True)

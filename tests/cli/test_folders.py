@@ -33,10 +33,10 @@ QUIET = {"quiet": True}
 OPENED = {"posterior": Path("posterior"), "trust": True, **QUIET}
 ENTRIES = {
     "posterior.save": "posterior.safetensors",
-    "whole.save": "whole-posterior.safetensors",
+    "whole.save": "posterior.safetensors",
     "Watch.save": "watch.safetensors",
-    "hub.save": "config.json",
-    "hub.push": "config.json",
+    "hub.save": "posterior.safetensors",
+    "hub.push": "posterior.safetensors",
     "fit": "posterior.safetensors",
     "evaluate": "index.html",
     "demo": "index.html",
@@ -281,11 +281,11 @@ def test_a_log_and_a_page_never_share_a_file(tmp_path):
 def test_weights_of_an_earlier_fit_stay_with_the_fit_that_uses_them(tmp_path):
     networks = {"network": ("kind_classes:build",), "train": "train.npz", "rule": "evidence", **QUIET}
     fit(Job(output=tmp_path / "f", bundle=True, weights=("0.safetensors",), **networks))
-    (weights,) = (tmp_path / "f" / "weights").iterdir()
+    weights = tmp_path / "f" / "networks" / "0" / "model.safetensors"
     content = weights.read_bytes()
     fit(Job(output=tmp_path / "f", weights=(str(weights),), **networks))
     assert weights.read_bytes() == content
-    assert "saved posterior of" in refused(tmp_path / "f", lambda folder: posterior(0).save(folder))
+    assert "saved posterior with networks" in refused(tmp_path / "f", lambda folder: posterior(0).save(folder))
 
 
 def test_a_marker_cannot_claim_files_outside_its_folder(tmp_path):

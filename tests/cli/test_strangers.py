@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from molaplace.cli.folder import open_posterior, read_information
+import molaplace as mola
+from molaplace.cli.folder import open_posterior
+from molaplace.cli.info import read_information
 from molaplace.cli.networks import build_networks
 from molaplace.data.image_files import most_frequent_form
 from molaplace.data.opening import open_dataset
 from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import DataError, OptionError, StorageError
 from molaplace.imported import import_builder, import_function
-from molaplace.saving.posterior import load_posterior
 from molaplace.saving.pretrained import load_pretrained
 from molaplace.saving.weights import load_weights
 from tests import saved_files
@@ -122,7 +123,7 @@ def test_a_run_file_is_not_the_users_word(download, mola_command, command, optio
 @pytest.mark.parametrize("name", ["dl/evil:build", "../dl/evil:build", "./dl/evil.py:build", "dl\\evil:build"])
 def test_a_path_is_no_module(download, name):
     folder = download.posterior(name)
-    with pytest.raises(OptionError, match="unknown network"):
+    with pytest.raises(OptionError, match="not a file"):
         open_posterior(folder, trust=True)
     with pytest.raises(OptionError, match="Pass the name of a module, not a file"):
         import_builder(name)
@@ -265,7 +266,7 @@ def reseal(folder, **entries):
             *way, last = name.split("__")
             inner = document
             for key in way:
-                inner = inner[key]
+                inner = inner[int(key) if key.isdigit() else key]
             inner[last] = value
 
     saved_files.edit(folder / "posterior.safetensors", change)
@@ -284,7 +285,7 @@ def test_text_of_a_posterior_is_shown_without_control_characters(download, mola_
     names = [f"{CONTROLS}{index}" for index in range(3)]
     folder = reseal(
         download.posterior("evil:build"),
-        tuning__summary=CONTROLS, tuning__notes=[CONTROLS], job__result__classes=names, job__result__images=CONTROLS,
+        tuning__summary=CONTROLS, tuning__notes=[CONTROLS], bundle__classes=names, bundle__made__result__images=CONTROLS,
     )  # fmt: skip
     code, words, _ = mola_command("info", folder, *as_json)
     assert code == 0
@@ -293,20 +294,21 @@ def test_text_of_a_posterior_is_shown_without_control_characters(download, mola_
     assert control_characters(repr(read_information(folder))) == []
     for entries in ({"kind": CONTROLS}, {"link__name": CONTROLS}):
         with pytest.raises(StorageError, match="evil") as refusal:
-            load_posterior(reseal(folder, **entries), [nn.Identity()] * 3)
+            mola.load(reseal(folder, **entries), [nn.Identity()] * 3)
         assert control_characters(str(refusal.value)) == []
 
 
 ABSURD = {
-    "job__result__outputs": 2**60,
-    "job__result__classes": ["cat"] * 4,
-    "job__result__inputs": [{"name": "", "shape": [2**40], "dtype": "float32"}],
-    "job__result__preprocessing__batch_size": 0,
-    "job__result__preprocessing__workers": 0,
-    "job__result__preprocessing__crop": 2**40,
-    "job__result__preprocessing__resize": [8, 2**40],
-    "job__result__preprocessing__dtype": "load",
-    "job__result__validation": {"outlier_threshold": 1.0},
+    "components__0__head__outputs": 2**60,
+    "bundle__classes": ["cat"] * 4,
+    "bundle__inputs__tensors": [{"name": "", "shape": [2**40], "dtype": "float32"}],
+    "bundle__preparation__batch_size": 0,
+    "bundle__preparation__workers": 0,
+    "bundle__preparation__crop": 2**40,
+    "bundle__preparation__resize": [8, 2**40],
+    "bundle__preparation__dtype": "load",
+    "bundle__made": {"command": 1},
+    "over": "nothing",
     "link": {"name": "mc", "samples": 10**12},
 }
 

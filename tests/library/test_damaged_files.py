@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import molaplace as mola
-from molaplace import export, hub
+from molaplace import export
 from molaplace.errors import MolaError, StorageError
 from molaplace.links import MonteCarlo
 from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import FitCheckpoint, FitProgress
-from molaplace.saving.posterior import load_posterior, save_posterior
 from molaplace.saving.pretrained import read_config
 from molaplace.saving.schema import from_json
 from molaplace.saving.weights import load_weights, read_metadata, save_weights
@@ -74,14 +73,14 @@ def read_checkpoint(folder):
 def make_posterior(folder):
     networks = three()
     networks[0][2].weight.data *= 3
-    save_posterior(posterior(networks, link=MonteCarlo(samples=3), weights=[0.2, 0.3, 0.5], **tuned()), folder)
+    posterior(networks, link=MonteCarlo(samples=3), weights=[0.2, 0.3, 0.5], **tuned()).save(folder)
 
 
 def read_posterior(folder):
     networks = three()
     networks[0][2].weight.data *= 3
     with torch.no_grad():
-        return load_posterior(folder, networks)(FAR)
+        return mola.load(folder, networks)(FAR)
 
 
 KINDS = {
@@ -285,14 +284,13 @@ def sparse(path):
 
 
 @pytest.mark.parametrize("replace", [os.mkfifo, zeros, sparse, os.mkdir])
-@pytest.mark.parametrize("name", ["posterior.safetensors", "config.json", "weights", "exported", "preprocessor"])
+@pytest.mark.parametrize("name", ["posterior.safetensors", "weights", "exported", "preprocessor"])
 def test_devices_pipes_and_endless_files_are_refused_at_once(name, replace, tmp_path):
     make_posterior(tmp_path)
     path = tmp_path / name
     path.unlink(missing_ok=True)
     replace(path)
     read = {
-        "config.json": lambda: hub.load(tmp_path),
         "weights": lambda: load_weights(nn.Sequential(*small(2)), path),
         "exported": lambda: export.load(path),
         "preprocessor": lambda: read_config(path),

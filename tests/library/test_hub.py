@@ -18,7 +18,8 @@ from torch import nn
 import molaplace as mola
 from molaplace import hub
 from molaplace.errors import OptionError, StorageError
-from molaplace.evaluation import Estimate, Evaluation
+from molaplace.evaluation import Estimate
+from tests import saved_files
 from tests.closeness import assert_close
 from tests.library.test_saving import stopped_at
 
@@ -103,7 +104,8 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path, posterior):
 def test_names_stay_text_in_the_card(tmp_path, posterior):
     script = "<script>alert(1)</script>"
     where = ("m", "<script>\n\n# injected {{ 7 * 7 }}")
-    evaluation = Evaluation({where: {f"{script}|": Estimate(0.5, float("nan"))}}, {where: 3})
+    entries = {where: {f"{script}|": Estimate(0.5, float("nan"))}}
+    evaluation = SimpleNamespace(entries=entries, sets={where[1]: SimpleNamespace(num_inputs=3)})
     folder = hub.save(
         posterior, tmp_path / '"+x+"', classes=[script, "a|b\n# c", "[x](javascript:alert(1))"], evaluation=evaluation
     )
@@ -149,25 +151,32 @@ def damage(folder, name, change):
         content[-3] ^= 1
         path.write_bytes(content)
     else:
-        document = json.loads(path.read_bytes())
-        change(document)
-        path.write_text(json.dumps(document))
+        if path.suffix == ".json":
+            document = json.loads(path.read_bytes())
+            change(document)
+            path.write_text(json.dumps(document))
+        else:
+            saved_files.edit(path, lambda document, _: change(document))
 
 
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("config.json", "remove", "config.json cannot be read"),
-        ("config.json", lambda document: document.update(format="other"), "not written by this version"),
-        ("config.json", lambda document: document.pop("networks"), "damaged.*'networks'"),
+        ("posterior.safetensors", lambda document: document.update(version=2), "version 2.*Update"),
+        ("posterior.safetensors", lambda document: document.pop("bundle"), "damaged at 'bundle'"),
         (
-            "config.json",
-            lambda document: document["networks"][0].update(dtype="load"),
-            "precision 'load' in config.json is unknown",
+            "posterior.safetensors",
+            lambda document: document["bundle"]["networks"][0].pop("type"),
+            "damaged at .*an entry 'type'",
+        ),
+        (
+            "posterior.safetensors",
+            lambda document: document["bundle"]["networks"][0].update(dtype="load"),
+            "precision 'load' is unknown",
         ),
         ("networks/1/model.safetensors", "remove", "1/model.safetensors cannot be read"),
         ("networks/0/model.safetensors", "flip", r"networks\[0\].*differ"),
-        ("posterior/posterior.safetensors", "remove", "posterior.safetensors cannot be read"),
+        ("posterior.safetensors", "remove", "posterior.safetensors cannot be read"),
     ],
 )
 def test_damage_is_noticed(tmp_path, posterior, name, change, words):
@@ -181,8 +190,8 @@ def test_a_folder_cannot_name_code_to_run(tmp_path, posterior):
     folder = hub.save(posterior, tmp_path / "model")
     with pytest.raises(OptionError, match=r"Sequential\. Pass a function that builds this network"):
         hub.load(folder)
-    damage(folder, "config.json", lambda document: document["networks"][0].update(
-        type="transformers.utils.import_utils.requires_backends", from_pretrained=True))  # fmt: skip
+    damage(folder, "posterior.safetensors", lambda document: document["bundle"]["networks"][0].update(
+        type="transformers.utils.import_utils.requires_backends", pretrained=True))  # fmt: skip
     require("transformers")
     with pytest.raises(StorageError, match="does not provide"):
         hub.load(folder)
@@ -211,7 +220,7 @@ def test_saving_again_replaces_the_old_model(tmp_path, posterior):
     with pytest.raises(StorageError, match="have changed since the posterior was fitted"):
         hub.save(single, folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".gitattributes", ".molaplace.json", ".molaplace.json.lock", "README.md", "config.json", "networks", "posterior"
+        ".gitattributes", ".molaplace.json", ".molaplace.json.lock", "README.md", "networks", "posterior.safetensors"
     ]  # fmt: skip
     assert hub.load(folder, build).components[0].layer.sums.count == len(X), "the old model is still readable"
 
@@ -227,7 +236,7 @@ def test_a_save_that_stops_anywhere_leaves_a_model_or_none(tmp_path, posterior):
         if finished:
             counts.append(len(hub.load(folder, build).networks))
             break
-        if refused or (folder / "config.json").exists():
+        if refused or (folder / "posterior.safetensors").exists():
             counts.append(len(hub.load(folder, build).networks))
     assert len(counts) > 10
     assert set(counts) == {1, 2}, "the old model and the new one"
@@ -291,7 +300,7 @@ def test_a_posterior_is_uploaded_and_downloaded(server, posterior):
     assert 'mola.hub.load("me/insects", build)' in body
     hub.push(mola.fit(build(), [(X, Y)], progress=False), "me/insects")
     assert len(hub.load("me/insects", build, revision="main").networks) == 1
-    assert len(list((server / "me/insects/posterior").iterdir())) == 1
+    assert [path.parent.name for path in (server / "me/insects/networks").rglob("*.safetensors")] == ["0"]
     for name, revision in (("me/birds", None), ("me/insects", "v2")):
         with pytest.raises(StorageError, match=r"cannot be downloaded.*404"):
             hub.load(name, build, revision=revision)

@@ -14,7 +14,6 @@ from molaplace.likelihoods import Bernoulli, Categorical, Gaussian
 from molaplace.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
-from molaplace.saving.posterior import load_posterior, save_posterior
 from molaplace.settings import FeatureScale, Reference, Settings
 from molaplace.structures import Diag, Full, Kron, KronDiag, KronExact
 from tests.closeness import assert_close
@@ -117,10 +116,10 @@ def test_a_posterior_comes_back_bit_for_bit(name, tmp_path):
     options = dict(ROUND_TRIPS[name])
     networks = three(options.pop("outputs", 3))
     saved = posterior(networks, **options)
-    folder = save_posterior(saved, tmp_path / "deep" / "folder")
+    folder = saved.save(tmp_path / "deep" / "folder")
     (file,) = folder.glob("[!.]*")
     before = file.read_bytes()
-    loaded = load_posterior(str(folder), networks)
+    loaded = mola.load(str(folder), networks)
     assert_same(loaded, saved)
     assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
     assert_close(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score, "float64")
@@ -132,7 +131,7 @@ def test_a_posterior_comes_back_bit_for_bit(name, tmp_path):
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
 def test_the_files_hold_no_training_data(structure, tmp_path):
     network = plain()
-    folder = save_posterior(posterior([network], structure), tmp_path)
+    folder = posterior([network], structure).save(tmp_path)
     contents = [path.read_bytes() for path in folder.glob("[!.]*")]
     with torch.no_grad():
         hidden = [X, network[:2](X), network(X)]
@@ -152,7 +151,7 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
 
     networks = three()
     saved = posterior(networks)
-    save_posterior(saved, tmp_path)
+    saved.save(tmp_path)
     for other, words in (
         (posterior(networks, link=MyLink()), r"custom link \(MyLink\)"),
         (posterior(networks, MyKron()), r"custom structure \(MyKron\)"),
@@ -161,7 +160,7 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
             other.save(tmp_path)
     with pytest.raises(OptionError, match="plain ensemble"):
         MoLA([Component(networks[0], None, None, Categorical())]).save(tmp_path)
-    assert_same(load_posterior(tmp_path, networks), saved)
+    assert_same(mola.load(tmp_path, networks), saved)
 
 
 # --- the wrong network --------------------------------------------------------------------------------------------------
@@ -173,11 +172,11 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
     for order, words in (
         ([second, first, third], r"networks\[0\].*weights differ.*networks\[1\] has the saved"),
         ([first, third, second], r"networks\[1\].*networks\[2\] has the saved"),
-        ([first, second, second], r"networks\[2\]: the weights differ"),
+        ([first, second, plain(9)], r"networks\[2\]: the weights differ"),
         ([first, second], "3 networks, got 2 networks"),
     ):
         with pytest.raises(StorageError, match=words):
-            load_posterior(tmp_path, order)
+            mola.load(tmp_path, order)
 
 
 def changed(network):
@@ -200,8 +199,8 @@ def test_a_posterior_does_not_load_on_another_network(name, tmp_path):
     network = plain()
     posterior([network]).save(tmp_path)
     with pytest.raises(StorageError, match=rf"networks\[0\].*{words}"):
-        load_posterior(tmp_path, [change(copy.deepcopy(network))])
-    load_posterior(tmp_path, [copy.deepcopy(network).train()])  # the same weights in another object
+        mola.load(tmp_path, [change(copy.deepcopy(network))])
+    mola.load(tmp_path, [copy.deepcopy(network).train()])  # the same weights in another object
 
 
 # --- edited files -------------------------------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ def test_replaced_tensors_are_refused(name, value, tmp_path):
     path = tmp_path / "posterior.safetensors"
     edit(path, lambda _, tensors: tensors.pop(name) if value is None else tensors.update({name: value}))
     with pytest.raises(StorageError, match=r"saved sums|Save the posterior again"):
-        load_posterior(tmp_path, networks)
+        mola.load(tmp_path, networks)
 
 
 @pytest.mark.parametrize("fitted", ["last layer", "loaded", "features", "whole", "tuned", "with new data"])

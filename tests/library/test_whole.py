@@ -350,14 +350,14 @@ def test_save_and_load(tmp_path, options):
     copies = copy.deepcopy(networks)
     for network in copies:
         network.requires_grad_(False)  # the fit has decided what is uncertain
-    again = mola.whole.load(posterior.save(tmp_path / "saved"), copies)
+    again = mola.load(posterior.save(tmp_path / "saved"), copies)
     assert (again.structure, again.prior_precision, again.link) == (posterior.structure, (0.3, 0.3), DRAWS)
     torch.testing.assert_close(again(inputs), posterior(inputs), rtol=0, atol=1e-14)
     torch.testing.assert_close(again.log_evidence(), posterior.log_evidence())
     with pytest.raises(StorageError, match="weights differ"):
-        mola.whole.load(tmp_path / "saved", networks[::-1])
+        mola.load(tmp_path / "saved", networks[::-1])
     with pytest.raises(StorageError, match="2 networks, got 1"):
-        mola.whole.load(tmp_path / "saved", networks[0])
+        mola.load(tmp_path / "saved", networks[0])
     assert isinstance(mola.load(tmp_path / "saved", networks), mola.whole.WholeMoLA)
 
 

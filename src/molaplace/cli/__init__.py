@@ -22,9 +22,9 @@ with importing("the molaplace command", "click and rich", "cli"):
     import rich  # noqa: F401  (a missing package is reported before any work)
     from click.core import ParameterSource
 
-from molaplace.cli.consent import require_trust
 from molaplace.cli.options import label, parameters, read_options, read_toml
 from molaplace.cli.processors import limit_threads, processors
+from molaplace.imported import require_trust
 
 __all__ = ["app"]
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,55 +26,14 @@ from molaplace.decisions.calibration import Calibration
 from molaplace.decisions.intervals import PredictionIntervals, prediction_intervals
 from molaplace.decisions.sets import PredictionSets, prediction_sets
 from molaplace.errors import DataError, OptionError
-from molaplace.images import even_indices
 from molaplace.prediction import Field, RegressionPrediction
-from molaplace.saving import files
-from molaplace.saving.posterior import KIND
+from molaplace.saving.bundle import MEANS, SCORE, TARGETS, VARIANCES
 
 CERTAINTY = 0.95
 """Default confidence level for the guaranteed error rate."""
 
 FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
-
-MOST_DATA = 100_000
-"""Maximum number of validation examples that are saved. For larger sets, an evenly spaced subset is saved."""
-
-VALIDATION = "validation."
-"""Prefix for the names of the saved tensors."""
-
-SCORE = "ood_score"
-MEANS = "component_mean"
-VARIANCES = "component_variance"
-TARGETS = "target"
-
-
-def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
-    """Return the values to save for labelled data, keyed by name; if `guarantees` is false, return only the OOD scores (n,).
-
-    For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
-    targets (n, D).
-    """
-    columns = {SCORE: prediction.ood_score}
-    if guarantees and isinstance(prediction, RegressionPrediction):
-        columns |= {MEANS: prediction.component_mean, VARIANCES: prediction.component_variance, TARGETS: labels}
-    elif guarantees:
-        columns |= Calibration.of(prediction.probs, labels).columns()
-    columns = {name: values.detach().cpu() for name, values in columns.items()}
-    return {name: values.double() if values.is_floating_point() else values for name, values in columns.items()}
-
-
-def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of an evenly spaced subset of at most `MOST_DATA` examples."""
-    count = len(columns[SCORE])
-    indices = even_indices(count, min(count, MOST_DATA))
-    return {name: column[indices] for name, column in columns.items()}
-
-
-def read_columns(folder: Path) -> dict[str, Tensor]:
-    """Return the values that a folder stores for its validation data."""
-    _, tensors = files.read_folder(folder, KIND)
-    return {name.removeprefix(VALIDATION): tensor for name, tensor in tensors.items() if name.startswith(VALIDATION)}
 
 
 def default_alarm(scores: Tensor) -> tuple[float, float]:
@@ -86,14 +44,13 @@ def default_alarm(scores: Tensor) -> tuple[float, float]:
 
 def outlier_threshold(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
     """Return the OOD score above which inputs are flagged as outliers, or None if there are no validation data."""
-    validation = fitted.document["result"].get("validation")
-    if validation is None and false_alarm_rate is None:
+    if SCORE not in fitted.columns and false_alarm_rate is None:
         return None
     _require_validation(fitted, "--false-alarm-rate")
     if false_alarm_rate is None:
-        return float(validation["outlier_threshold"])
+        return default_alarm(fitted.columns[SCORE])[0]
     with _naming("--false-alarm-rate"):
-        return float(alarm_threshold(read_columns(fitted.folder)[SCORE], false_alarm_rate))
+        return float(alarm_threshold(fitted.columns[SCORE], false_alarm_rate))
 
 
 @dataclass(frozen=True)
@@ -161,11 +118,11 @@ def _saved_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
             f"input are correlated, so no guarantee would hold. Omit {option}. The OOD alarm is available for each position."
         )
     _require_validation(fitted, option)
-    return read_columns(fitted.folder)
+    return fitted.columns
 
 
 def _require_validation(fitted: PosteriorFolder, option: str) -> None:
-    if fitted.document["result"].get("validation") is None:
+    if SCORE not in fitted.columns:
         raise OptionError(
             f"{option}: {fitted.folder} was fitted without validation data, which {option} requires. Fit again with --val: molaplace fit "
             f"--config {fitted.folder / NAME} --val DATA"

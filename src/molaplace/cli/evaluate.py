@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from molaplace.cli.decisions import CERTAINTY, make_decisions, outlier_threshold
+from molaplace.cli.decisions import CERTAINTY, default_alarm, make_decisions, outlier_threshold
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.options import (
     MORE,
@@ -46,6 +46,7 @@ from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.rules.label_checks import check_class_order
+from molaplace.saving.bundle import SCORE
 from molaplace.saving.files import check_folder, replacing
 
 COVERAGE = 0.9
@@ -301,7 +302,7 @@ def _decisions(
         curves = {method: risk_curve(on_test[method].data) for method in unscaled}
         answers = [_answers_at(fitted, rate, data, outlying) for rate in ERROR_RATES]
     return DecisionResult(
-        false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
+        false_alarm_rate=default_alarm(fitted.columns[SCORE])[1],
         alarms=float(outlying.double().mean()),
         curves=curves,
         answers=answers,

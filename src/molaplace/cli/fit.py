@@ -6,11 +6,11 @@ so that a wrong class order is found early. Finally, the folder is written atomi
 
 from __future__ import annotations
 
-import hashlib
+import os
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 import molaplace as mola
-from molaplace.cli.decisions import SCORE, VALIDATION, decision_columns, default_alarm, thinned
-from molaplace.cli.folder import BUNDLED, FITTED, describe_inputs, move, read_information
-from molaplace.cli.info import print_information
+from molaplace.cli.decisions import default_alarm
+from molaplace.cli.folder import move
+from molaplace.cli.info import print_information, read_information
 from molaplace.cli.job import NAME, Job
-from molaplace.cli.networks import BuiltNetworks, build_networks, is_folder
+from molaplace.cli.networks import PROCESSOR, BuiltNetworks, build_networks, is_folder
 from molaplace.cli.options import as_document, check_writable, to_toml
 from molaplace.cli.terminal import finish, showing_progress
 from molaplace.data.dataset import Dataset, Loader, SkippedInputs
@@ -43,10 +43,22 @@ from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress, part
 from molaplace.rules import RULES, as_rule
 from molaplace.rules.held_out import HeldOut, read_held_out
-from molaplace.saving.files import check_folder, encode, file_name, replacing
-from molaplace.saving.posterior import KIND, pack
+from molaplace.saving.bundle import (
+    FILE,
+    NETWORKS,
+    SCORE,
+    WEIGHTS,
+    WITH_NETWORKS,
+    Contents,
+    InputForm,
+    Source,
+    save_bundle,
+    thinned,
+    validation_columns,
+)
+from molaplace.saving.files import check_folder
+from molaplace.saving.posterior import KIND
 
-FILE = file_name(KIND)
 LAST = (FILE, NAME)
 """Files that complete the folder."""
 
@@ -67,10 +79,6 @@ def check_job(job: Job) -> None:
     if job.val is None and rule is not None and rule.needs_data:
         subject = f"the default rule, {job.rule_name}," if job.rule is None else f"--rule {job.rule_name}"
         raise OptionError(f"{subject} needs validation data. Pass --val, or use --rule evidence.")
-    if job.bundle and (not job.weights or any(map(is_folder, job.network))):
-        raise OptionError(
-            "--bundle copies the weight files into the folder. Networks with their own weights cannot be bundled."
-        )
     if job.rule_name in RULES:
         as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
 
@@ -85,7 +93,8 @@ def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None
     check_job(job)
     check_writable(job.output)
     ignored = () if job.checkpoint is None else (job.checkpoint.name,)  # left by an interrupted fit
-    check_folder(job.output, FITTED, LAST, overwrite=job.overwrite, ignored=ignored)
+    kind = WITH_NETWORKS if _is_bundled(job) else KIND
+    check_folder(job.output, kind, LAST, overwrite=job.overwrite, ignored=ignored)
     replaced = (job.output / FILE).exists()
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
@@ -133,7 +142,7 @@ def run_fit(job: Job, progress: Progress = no_progress, team: Team | None = None
     skipped = skipped.together(team)
     result = _result(posterior, data, validation, len(skipped))
     if team.first:
-        _write(posterior, job, built.files, result, columns)
+        _write(posterior, job, built, data, result, columns)
     progress("done", 1.0)
     return {
         "folder": str(job.output),
@@ -175,9 +184,6 @@ def _tune(posterior: MoLA, job: Job, outliers: Loader | None, held_out: HeldOut 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Return metrics of the posterior, and the values that decisions need for each example.
-    likelihood = posterior.likelihood
-    # The positions of an input are not independent, so no guarantee would hold.
-    guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not likelihood.classification)
     predictions = PredictionColumns()
     chunks: list[dict[str, Tensor]] = []
     for chunk in held_out.chunks():
@@ -186,7 +192,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
         rows = Captured([None] * len(chunk.phi), chunk.phi, chunk.outputs, Layout.of(chunk.outputs[0], -1))
         prediction = posterior.make_prediction(rows)
         predictions.add(prediction, chunk.labels)
-        chunks.append(decision_columns(prediction, chunk.labels, guarantees=guarantees))
+        chunks.append(validation_columns(posterior, prediction, chunk.labels))
     columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     count = len(columns[SCORE])
     columns = thinned(columns)
@@ -196,43 +202,68 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
 
 
 def _write(
-    posterior: MoLA,
-    job: Job,
-    files: Sequence[Path],
-    result: dict[str, Any],
-    columns: dict[str, Tensor],
+    posterior: MoLA, job: Job, built: BuiltNetworks, data: FitData, result: dict[str, Any], columns: dict[str, Tensor]
 ) -> None:
-    # Write the posterior and its job, which replace each other together, and the options in their own file, for human readers and for
-    # `molaplace fit --config`. The job lists individual files, because files added to a folder later do not belong to this posterior.
+    # Write the bundle, which contains the job, and the options in their own file, for human readers and for `molaplace fit --config`.
+    # The job lists individual files, because files added to a folder later do not belong to this posterior.
     output = job.output
-    document, tensors = pack(posterior)
-    saved = {f"{VALIDATION}{name}": column for name, column in columns.items()}
-    with replacing(output, FITTED, LAST, overwrite=True) as new:  # as checked before the fit
-        bundled = (
-            output / BUNDLED
-        ).resolve()  # holds the weights of an earlier fit, which may be those of this fit too
-        if job.bundle or any(bundled in path.resolve().parents for path in files):
-            files = [output / _bundled(index, path, new).relative_to(new) for index, path in enumerate(files)]
-        options = as_document(replace(job, weights=tuple(map(str, files))), "fit", output)
-        content = encode({**document, "job": options | {"result": result}}, tensors | saved)
-        (new / FILE).write_bytes(content)
+    count = len(built.networks)
+    names = list(job.network) * (count // len(job.network))
+    builds = [None if is_folder(name) else name for name in names]
+    files = iter(built.files)
+    places = [Path(name) if build is None else next(files, None) for name, build in zip(names, builds, strict=True)]
+    bundled = _is_bundled(job)
+    if bundled:
+        folders = [output / NETWORKS / str(index) for index in range(count)]
+        places = [folder if build is None else folder / WEIGHTS for folder, build in zip(folders, builds, strict=True)]
+    used = [str(place) if build is None else build for place, build in zip(places, builds, strict=True)]
+    weights = tuple(str(place) for place, build in zip(places, builds, strict=True) if build and place)
+    network = tuple(used[:1] if len(set(used)) == 1 else used)
+    options = as_document(replace(job, network=network, weights=weights), "fit", output)
+    stored = {
+        name: value for name, value in result.items() if name not in ("classes", "form", "inputs", "preprocessing")
+    }
+    contents = Contents(
+        networks=tuple(
+            Source.of(network, build, _relative(place, output))
+            for network, build, place in zip(built.networks, builds, places, strict=True)
+        ),
+        classes=data.classes or (),
+        inputs=InputForm.of(data.first),
+        preparation=data.preprocessing,
+        made=options | {"result": stored},
+    )
+
+    def write(new: Path) -> None:
         (new / NAME).write_text(to_toml(options), encoding="utf-8")
+        for index, name in enumerate(names):
+            processor = Path(name).expanduser() / PROCESSOR
+            if bundled and builds[index] is None and processor.is_file():
+                shutil.copyfile(processor, new / NETWORKS / str(index) / PROCESSOR)
+
+    save_bundle(
+        posterior, output, contents, columns, networks=bundled, build=builds, write=write, last=(NAME,), overwrite=True
+    )  # as checked before the fit
 
 
-def _bundled(index: int, path: Path, folder: Path) -> Path:
-    # The name contains a checksum, so that the old posterior's weights remain until the new posterior is complete.
-    with path.open("rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-    copy = folder / BUNDLED / f"{index}-{checksum[:16]}{path.suffix}"
-    copy.parent.mkdir(exist_ok=True)
-    return shutil.copyfile(path, copy)
+def _relative(path: Path | None, folder: Path) -> str | None:
+    return None if path is None else os.path.relpath(path.expanduser().resolve(), folder.resolve())
+
+
+def _is_bundled(job: Job) -> bool:
+    # Return whether the networks are copied into the folder: as asked, or because they are there from an earlier fit.
+    earlier = (job.output / NETWORKS).resolve()
+    paths = [Path(name).expanduser().resolve() for name in (*job.weights, *job.network)]
+    return job.bundle or any(earlier in (path, *path.parents) for path in paths)
 
 
 def _result(posterior: MoLA, data: FitData, validation: dict[str, Any] | None, left_out: int) -> dict[str, Any]:
+    form = InputForm.of(data.first)
     return {
         "classes": list(data.classes or ()),
         "outputs": data.heads[0].outputs,
-        **describe_inputs(data.first),
+        "form": form.form,
+        "inputs": [asdict(tensor) for tensor in form.tensors],
         **posterior.settings.as_json(),
         **({"noise": posterior.noise.tolist()} if not posterior.likelihood.classification else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,

@@ -24,10 +24,9 @@ from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import MolaError, OptionError, StorageError, importing
 from molaplace.imported import import_builder, is_function_name
 from molaplace.options import counted, did_you_mean
+from molaplace.saving.bundle import DIGITS as MLP
 from molaplace.saving.pretrained import load_pretrained, read_config
 from molaplace.saving.weights import load_weights
-
-MLP = "mlp"
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """File extensions that identify weights in a folder."""

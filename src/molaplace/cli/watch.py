@@ -24,7 +24,6 @@ from rich.markup import escape
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.decisions import SCORE, read_columns
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import NAME
 from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, as_document, check_writable, option, to_toml
@@ -39,6 +38,7 @@ from molaplace.monitoring.stream import WatchOptions, columns_of
 from molaplace.monitoring.watching import KIND, Watch
 from molaplace.options import counted
 from molaplace.progress import Progress
+from molaplace.saving.bundle import SCORE
 from molaplace.saving.files import check_folder, file_name, marker_of, replacing
 
 ALARM = 3
@@ -221,7 +221,7 @@ def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline
     if options.val is not None:
         source = fitted.open_dataset(options.val, labelled=True, by_user=True)
         return Baseline.read(fitted.posterior, Loader(source, SkippedInputs(), options.strict))
-    columns = read_columns(fitted.folder)
+    columns = fitted.columns
     if SCORE not in columns or fitted.posterior.is_dense:
         why = (
             "for dense outputs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from molaplace.network.dense import Positions
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.rules import Tuning
-from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SavedSums, named_tensors, unpack_sums
 from molaplace.saving.schema import from_json
 from molaplace.settings import Reference, Settings
@@ -38,6 +36,8 @@ from molaplace.structures import STRUCTURES, Structure
 from molaplace.weights import check_weighting, check_weights
 
 KIND = "posterior"
+LAST_LAYERS = "last layers"
+"""What the posterior is over; see also `molaplace.whole.files`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +133,8 @@ class SavedPosterior(SavedMixture):
     components: tuple[SavedComponent, ...]
 
 
-def save_posterior(posterior: MoLA, directory: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a posterior, without its networks, to a folder and return the folder's path."""
-    return write_folder(directory, *pack(posterior), overwrite=overwrite)
-
-
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
+    """Return the document and the tensors that `unpack` needs in addition to the networks."""
     layers = check_saveable(posterior)
     components = []
     with evaluating(*posterior.networks):
@@ -164,7 +159,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
         structure=describe(layers[0].structure, STRUCTURES, "structure"),
         components=tuple(components),
     )
-    return {"kind": KIND, **asdict(saved)}, named_tensors([layer.sums for layer in layers])
+    return {"kind": KIND, "over": LAST_LAYERS, **asdict(saved)}, named_tensors([layer.sums for layer in layers])
 
 
 def check_saveable(posterior: LaplaceMixture) -> list[LastLayer]:
@@ -192,15 +187,13 @@ def settings_of(posterior: LaplaceMixture) -> dict[str, Any]:
     }
 
 
-def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; raise `StorageError` unless the posterior was fitted to `networks` in this order."""
-    return unpack(*read_folder(directory, KIND), networks, directory)
-
-
 def unpack(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], networks: Sequence[nn.Module], place: object
 ) -> MoLA:
-    """Return the posterior that `pack` described; `place` names its file in messages."""
+    """Return the posterior that `pack` described; `place` names its file in messages.
+
+    Raises `StorageError` unless the posterior was fitted to `networks` in this order.
+    """
     with explained(place):
         saved = from_json(SavedPosterior, document)
         structure = rebuild(saved.structure, STRUCTURES, "structure")

@@ -1,7 +1,6 @@
 """Laplace approximations over all weights of a network, or over a subnetwork."""
 
-from molaplace.whole.files import load
 from molaplace.whole.fitting import fit
 from molaplace.whole.posterior import WholeMoLA
 
-__all__ = ["WholeMoLA", "fit", "load"]
+__all__ = ["WholeMoLA", "fit"]

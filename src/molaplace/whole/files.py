@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 
 from molaplace.component import Component
 from molaplace.errors import StorageError
-from molaplace.fitting import as_networks
 from molaplace.likelihoods import CATEGORICAL
 from molaplace.options import one_of
-from molaplace.saving.files import read_folder, write_folder
 from molaplace.saving.fit_checkpoint import SavedSums, named_tensors, unpack_sums
 from molaplace.saving.posterior import (
+    KIND,
     SavedMixture,
     SavedNetwork,
     check_networks,
@@ -32,7 +30,9 @@ from molaplace.whole.jacobians import Block, WeightLayout
 from molaplace.whole.posterior import WholeMoLA, make_component, structure_of
 from molaplace.whole.structures import NAMES, WholeStructure
 
-KIND = "whole-posterior"
+WHOLE_NETWORKS = "whole networks"
+"""What the posterior is over."""
+
 CHOSEN = "chosen"  # name of the tensor that holds the indices of a subnetwork's weights; all other tensors are sums
 
 
@@ -67,8 +67,8 @@ class SavedPosterior(SavedMixture):
     components: tuple[SavedComponent, ...]
 
 
-def save_whole(posterior: WholeMoLA, directory: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a posterior, without its networks, to a folder, and return the folder's path."""
+def pack(posterior: WholeMoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the document and the tensors that `unpack` needs in addition to the networks."""
     layers = check_saveable(posterior)
     layouts = [structure_of(component).layout for component in posterior.components]
     components = [
@@ -83,29 +83,22 @@ def save_whole(posterior: WholeMoLA, directory: str | Path, *, overwrite: bool =
     saved = SavedPosterior(**settings_of(posterior), structure=str(posterior.structure), components=tuple(components))
     tensors = named_tensors([layer.sums for layer in layers])
     tensors |= {f"{index}.{CHOSEN}": layout.chosen for index, layout in enumerate(layouts) if layout.chosen is not None}
-    return write_folder(directory, {"kind": KIND, **asdict(saved)}, tensors, overwrite=overwrite)
+    return {"kind": KIND, "over": WHOLE_NETWORKS, **asdict(saved)}, tensors
 
 
-def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
-    """Load a saved posterior, given the networks to which it was fitted.
-
-    Args:
-        directory: folder written by `posterior.save`.
-        networks: the networks to which the posterior was fitted, in the same order.
-
-    Returns:
-        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one that was fitted.
-    """
-    document, tensors = read_folder(directory, KIND)
-    models = as_networks(networks)
-    with explained(directory):
+def unpack(
+    document: Mapping[str, Any], tensors: Mapping[str, Tensor], networks: Sequence[nn.Module], place: object
+) -> WholeMoLA:
+    """Return the posterior that `pack` described; `place` names its file in messages."""
+    with explained(place):
         saved = from_json(SavedPosterior, document)
-        check_networks(models, saved.components)
-        chosen = [tensors.pop(f"{index}.{CHOSEN}", None) for index in range(len(models))]
-        sums = unpack_sums([part.sums for part in saved.components], tensors)
+        check_networks(networks, saved.components)
+        chosen = [tensors.get(f"{index}.{CHOSEN}") for index in range(len(networks))]
+        numbers = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{CHOSEN}")}
+        sums = unpack_sums([part.sums for part in saved.components], numbers)
         components = [
             part.component(network, saved.structure, component_sums, indices)
-            for network, part, component_sums, indices in zip(models, saved.components, sums, chosen, strict=True)
+            for network, part, component_sums, indices in zip(networks, saved.components, sums, chosen, strict=True)
         ]
         return WholeMoLA(components, **saved.arguments(len(components)))
 

@@ -86,7 +86,7 @@ class Jacobians:
 
 
 class WholeMoLA(LaplaceMixture):
-    """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit` and `mola.whole.load`.
+    """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit`.
 
     The networks are linearised around their trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
     C backward passes through each network. Their results have no gradients.
@@ -167,8 +167,16 @@ class WholeMoLA(LaplaceMixture):
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
-        """Save everything except the networks, for loading with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
-        from molaplace.whole.files import save_whole
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        networks: bool = False,
+        build: str | Sequence[str] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Save the posterior to a folder, with or without its networks; see `MoLA.save`."""
+        from molaplace.saving.bundle import save_bundle
+        from molaplace.whole.files import pack
 
-        return save_whole(self, directory, overwrite=overwrite)
+        return save_bundle(self, directory, networks=networks, build=build, pack=pack, overwrite=overwrite)
