@@ -96,12 +96,13 @@ test-minimum:  ## the library with the lowest versions declared, in an environme
 
 # Packages that only the recipes need. timm and torchvision come without their dependencies, because torchvision's wheels each ask for
 # one exact build of torch.
-test-recipes:  ## the recipes of docs/recipes.md, with the libraries they are for, in an environment of their own
+test-recipes:  ## the recipes of docs/recipes.md and Ray, Spark and Dask, in an environment of their own
 	$(PYTHON) -m venv $(VENV)-recipes
 	$(VENV)-recipes/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,export,transformers]' \
-		accelerate fastapi httpx hypothesis lightning mlflow-skinny optuna pytest skorch torchmetrics
+		accelerate 'dask[dataframe]' fastapi httpx hypothesis lightning mlflow-skinny optuna pyspark pytest 'ray[data]' skorch torchmetrics
 	$(VENV)-recipes/bin/python -m pip install -q --disable-pip-version-check --no-deps timm torchvision
-	MOLAPLACE_RECIPES=1 HF_HUB_OFFLINE=1 $(VENV)-recipes/bin/python -m pytest -W default tests/house/test_docs.py -k 'snippets and recipes'
+	MOLAPLACE_RECIPES=1 HF_HUB_OFFLINE=1 $(VENV)-recipes/bin/python -m pytest -W default tests/house/test_docs.py tests/house/test_engines.py \
+		-k 'snippets and recipes or engine'
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
