@@ -266,8 +266,14 @@ class LaplaceMixture(Predictor):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if types != [tensor.dtype for network in self.networks for tensor in state_of(network).values()]:
             for component, checksums in zip(self.components, state_checksums(self.networks), strict=True):
-                if component.layer is not None:
-                    component.layer = replace(component.layer, checksums=checksums)
+                layer = component.layer
+                if layer is None:
+                    continue
+                head = component.head
+                weights = layer.weights
+                if head is not None:
+                    weights = component.likelihood.uncertain(head.weights()).to(weights)
+                component.layer = replace(layer, checksums=checksums, weights=weights)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -346,11 +352,10 @@ class LaplaceMixture(Predictor):
 
     def alone(self, index: int) -> Self:
         """Return the mixture that contains only the component with the given index."""
-        precision, factor = (
-            values[index : index + 1] for values in (self.settings.prior_precision, self.settings.noise_factor)
-        )
-        settings = replace(self.settings, prior_precision=precision, noise_factor=factor)
-        reference = None if self.reference is None else Reference(self.reference.scales[index : index + 1])
+        own = slice(index, index + 1)
+        noise_factor = self.settings.noise_factor[own]  # empty if no noise is changed
+        settings = replace(self.settings, prior_precision=self.prior_precision[own], noise_factor=noise_factor)
+        reference = None if self.reference is None else Reference(self.reference.scales[own])
         return self.with_parts(
             components=[self.components[index]], settings=settings, weights="uniform", reference=reference
         )
@@ -545,7 +550,7 @@ class LaplaceMixture(Predictor):
                 needs_labels = True if chosen_rule.needs_labels else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
-                notes = self._notes_on_novelty(data)
+                notes = (*self._notes_on_training_loss(data), *self._notes_on_training_data(data))
                 held_out_reference = start.reference_on(data)
                 if held_out_reference is not None:
                     notes += data.notes_on_norms(held_out_reference, self.distances)
@@ -556,30 +561,42 @@ class LaplaceMixture(Predictor):
                 tuning = team.share(tuning)
         return start.with_parts(settings=tuning.settings, tuning=tuning)
 
-    def _notes_on_novelty(self, data: HeldOut) -> tuple[str, ...]:
-        # Warn, and return a note, if the first network is much worse on the training data than on the held-out data, or if these are
-        # the training data: as many, with the same log-likelihood.
+    def _log_likelihoods(self, data: HeldOut) -> tuple[float, Tensor] | None:
+        # Return the total log-likelihood of the training data and that (n,) of each held-out datum under the first network, or None if
+        # one of them is unknown.
         component = self.components[0]
-        if component.layer is None:
+        if component.layer is None or data.labels is None:
+            return None
+        known = component.likelihood.total_log_likelihood(component.layer.sums.weighted())
+        return (known, component.likelihood.log_likelihood(data.outputs[0], data.labels)) if known else None
+
+    def _notes_on_training_loss(self, data: HeldOut) -> tuple[str, ...]:
+        # Warn, and return a note, if the first network is much worse on the training data than on the held-out data.
+        pair = self._log_likelihoods(data)
+        if pair is None or not self.likelihood.classification:
             return ()
-        sums = component.layer.sums.weighted()
-        known = component.likelihood.total_log_likelihood(sums)
-        if data.labels is None or not known:
-            return ()
-        values = component.likelihood.log_likelihood(data.outputs[0], data.labels)
-        losses = -known / sums.count, -float(values.mean())
+        total, values = pair
+        training_loss = -total / self.components[0].require_layer("a loss").sums.count
+        loss = -float(values.mean())
         error = float(values.std(correction=0)) / math.sqrt(max(1.0, data.independent_share * len(values)))
-        if component.likelihood.classification and losses[0] > max(
-            WORSE * losses[1], losses[1] + 4 * error + LEAST_GAP
-        ):
-            return (
-                warned(
-                    f"the log loss of networks[0] is {losses[0]:.3g} on the training data, but only {losses[1]:.3g} on those of the "
-                    f"{data.where}. Networks are no worse on the data on which they were trained. Check that the training data are "
-                    f"prepared as in training (normalisation, channel order, labels), and that the two sets are not swapped."
-                ),
-            )
-        if len(values) != sums.count or abs(float(values.sum()) - known) > SAME * abs(known):
+        if training_loss <= max(WORSE * loss, loss + 4 * error + LEAST_GAP):
+            return ()
+        return (
+            warned(
+                f"the log loss of networks[0] is {training_loss:.3g} on the training data, but only {loss:.3g} on those of the "
+                f"{data.where}. Networks are no worse on the data on which they were trained. Check that the training data are "
+                f"prepared as in training (normalisation, channel order, labels), and that the two sets are not swapped."
+            ),
+        )
+
+    def _notes_on_training_data(self, data: HeldOut) -> tuple[str, ...]:
+        # Warn, and return a note, if the held-out data are the training data: as many, with the same log-likelihood.
+        pair = self._log_likelihoods(data)
+        if pair is None:
+            return ()
+        total, values = pair
+        count = self.components[0].require_layer("a count").sums.count
+        if len(values) != count or abs(float(values.sum()) - total) > SAME * abs(total):
             return ()
         return (
             warned(

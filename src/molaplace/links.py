@@ -36,8 +36,6 @@ class Link(ABC):
     """A map from Gaussian logits to probabilities. Every link is a frozen dataclass whose fields are its settings."""
 
     name: str
-    variance_only = False
-    """True if the link uses only the variance of each logit, so that a search can evaluate many candidates at once."""
     needs_covariance = False
     """True if the link is undefined without a covariance."""
 
@@ -238,11 +236,11 @@ class MonteCarlo(Link):
         if self.over == "weights":
             for start in range(0, self.samples, step):
                 deviations = spread.deviations(min(step, self.samples - start), generator)
-                total = total + inverse_link(mean[..., None, :] + deviations).sum(-2)
+                total = total + inverse_link(mean[:, None] + deviations).sum(1)
             return total / self.samples
         noise = standard_normals((self.samples, spread.noise_size), generator).to(mean)
         for draws in torch.split(noise, step):
-            total = total + inverse_link(mean[..., None, :] + spread.marginal_deviations(draws)).sum(-2)
+            total = total + inverse_link(mean[:, None] + spread.marginal_deviations(draws)).sum(1)
         return total / self.samples
 
     def row_size(self, outputs: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +70,20 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
     return -likelihood.margin(torch.einsum("kn,knc->nc", factors, means))
 
 
-def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:
+class OutlierTerms(NamedTuple):
+    """The terms of the outlier score."""
+
+    far_field: Tensor
+    """Far-field scores (n,)."""
+    energy: Tensor
+    """Mean energies (n,) of the networks."""
+    departure: Tensor
+    """Log departures (n,), which combine the distance with the excess norm (`Reference.log_departure`)."""
+    energies: Tensor
+    """Energy (K, n) of each network."""
+
+
+def outlier_score(terms: OutlierTerms, reference: Sequence[tuple[float, float]]) -> Tensor:
     r"""Return the sum of the far-field score, the energy and the log departure, each standardised on the validation data.
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{departure} - 1)
@@ -80,10 +94,10 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
     used to confirm the choice (docs/outliers.md).
 
     Args:
-        terms: the far-field scores, the energies and the log departures, each of shape (n,).
+        terms: the terms of the score; the energies of the single networks are not used.
         reference: mean and standard deviation of each term on the validation data.
     """
     far_field, energy, departure = (
-        (term - mean) / deviation for term, (mean, deviation) in zip(terms, reference, strict=True)
+        (term - mean) / deviation for term, (mean, deviation) in zip(terms[:3], reference, strict=True)
     )
     return far_field + energy + (departure - 1).clamp_min(0)

@@ -16,7 +16,7 @@ from molaplace import bounds
 from molaplace.distributed import Team
 from molaplace.errors import BoundError
 from molaplace.laplace_mixture import LaplaceMixture
-from molaplace.likelihoods import ClassificationPredictive, Members, RegressionPredictive
+from molaplace.likelihoods import Members, RegressionPredictive
 from molaplace.network import Captured, Inputs, Rows, captured_arrays, one_batch
 from molaplace.outliers import (
     COMBINED,
@@ -25,6 +25,7 @@ from molaplace.outliers import (
     MAX_PROBABILITY,
     NORM,
     VARIANCE,
+    OutlierTerms,
     far_field_score,
     outlier_score,
 )
@@ -96,7 +97,10 @@ class MoLA(LaplaceMixture):
         classes = captured.outputs[0].shape[-1]
         row_size = classes * num_draws(classes)  # for the epistemic share
         pending = {names: partial(self.by_rows, captured, compute, row_size) for names, compute in groups.items()}
-        return Prediction({}, pending=pending, **shared)
+        prediction = Prediction({}, pending=pending, **shared)
+        if layout.sizes:
+            _ = prediction.probs  # dense features are not copied, and the caller may reuse their memory
+        return prediction
 
     def _logit_fields(self, rows: Rows) -> dict[str, Tensor]:
         spreads = zip(rows.outputs, self.spreads(self.project(rows, distances=False)), strict=True)
@@ -104,20 +108,21 @@ class MoLA(LaplaceMixture):
         return {"logit_mean": torch.stack(list(rows.outputs), 1), "logit_variance": torch.stack(variances, 1)}
 
     def _information_fields(self, rows: Rows, *, seed: int | None) -> dict[str, Tensor]:
-        return {"mutual_information": self._entropies(self.members(self.project(rows)), seed)[1]}
+        information, _ = self._information_and_rest(self.members(self.project(rows)), seed)
+        return {"mutual_information": information}
 
     def _aleatoric_fields(self, rows: Rows, *, seed: int | None) -> dict[str, Tensor]:
         # The entropy that distance adds is epistemic, because nearby data would remove it.
         near = replace(self.settings, distance_exponent=0.0)
-        return {"aleatoric": self._entropies(self.members(self.project(rows, distances=False), near), seed)[2]}
+        _, rest = self._information_and_rest(self.members(self.project(rows, distances=False), near), seed)
+        return {"aleatoric": rest}
 
-    def _entropies(self, members: Members, seed: int | None) -> tuple[ClassificationPredictive, Tensor, Tensor]:
-        # Return the predictive distribution, the mutual information between the label and the weights, and the rest of the entropy.
+    def _information_and_rest(self, members: Members, seed: int | None) -> tuple[Tensor, Tensor]:
+        # Return the mutual information between the label and the weights, and the rest of the entropy.
         likelihood: Any = self.likelihood
-        distribution = likelihood.predictive(members, self.link, seed)
-        total = distribution.entropy()
+        total = likelihood.predictive(members, self.link, seed).entropy()
         information = total * likelihood.epistemic_share(members, seed or 0)
-        return distribution, information, total - information
+        return information, total - information
 
     def _outlier_fields(self, rows: Rows) -> dict[str, Tensor]:
         fields = {}
@@ -133,7 +138,7 @@ class MoLA(LaplaceMixture):
         reference = self.reference.score_at(self.weights)
         assert reference is not None  # `ood_score_name` is COMBINED only if there are reference scores
         terms = self._outlier_terms(rows.outputs, fields["far_field"], logs)
-        return fields | {"ood_score": outlier_score(list(terms[:3]), reference)}
+        return fields | {"ood_score": outlier_score(terms, reference)}
 
     def _regression_fields(self, rows: Rows) -> dict[str, Tensor]:
         projected = self.project(rows, distances=self.has_distances)
@@ -177,8 +182,7 @@ class MoLA(LaplaceMixture):
         means = torch.stack(list(rows.outputs))
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
-    def _outlier_terms(self, outputs: Sequence[Tensor], far_field: Tensor, logs: tuple[Tensor, Tensor]) -> Tensor:
-        # Return the far-field score, the mean energy, the log departure and each network's energy as a tensor (3 + K, n).
+    def _outlier_terms(self, outputs: Sequence[Tensor], far_field: Tensor, logs: tuple[Tensor, Tensor]) -> OutlierTerms:
         assert self.reference is not None  # mixtures with distances have a reference
         likelihood: Any = self.likelihood
         factors = (-2 * self.reference.log_excess(logs[1])).exp()[..., None]
@@ -186,7 +190,7 @@ class MoLA(LaplaceMixture):
         by_network = torch.stack(energies)
         weights = self.weights.to(by_network)
         departure = self.reference.log_departure(*logs, weights)
-        return torch.cat([torch.stack([far_field, weights @ by_network, departure]), by_network])
+        return OutlierTerms(far_field, weights @ by_network, departure, by_network)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
@@ -196,13 +200,12 @@ class MoLA(LaplaceMixture):
             return None
         logs = [self.distances_and_norms(rows) for rows in data.chunks()]
         distances, norms = (torch.cat(columns, 1) for columns in zip(*logs, strict=True))
-        reference = feature_scales(torch.cat([distances, norms]), self.distances)
+        reference = feature_scales(distances, norms, self.distances)
         if not self.likelihood.classification:
             return reference
         far_field = torch.cat([self._far_field(rows) for rows in data.chunks()])
         posterior = self.with_parts(reference=reference)
-        terms = posterior._outlier_terms(data.outputs, far_field, (distances, norms))
-        return with_scores(reference, terms.T)
+        return with_scores(reference, posterior._outlier_terms(data.outputs, far_field, (distances, norms)))
 
     # --- new data ---------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ Pending: TypeAlias = "Mapping[tuple[str, ...], Callable[[], Mapping[str, Tensor]
 
 class _Fields:
     names: ClassVar[tuple[str, ...]]
-    """Names of the fields; the first is always known. Inputs are the first axis of every field."""
+    """Names of the fields; the first is always available. Inputs are the first axis of every field."""
     axis: int
     """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
     derived: ClassVar[tuple[str, ...]]

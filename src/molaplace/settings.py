@@ -106,6 +106,11 @@ class Settings:
             else:
                 checked = tuple(check_number(number, setting.name, *setting.metadata["bounds"]) for number in value)
             object.__setattr__(self, setting.name, checked)
+        if self.noise_factor and len(self.noise_factor) != len(self.prior_precision):
+            raise OptionError(
+                f"must have one number for each of {len(self.prior_precision)} networks, or none; got {self.noise_factor!r}.",
+                argument="noise_factor",
+            )
 
     def at_precision(self, prior_precision: float, **others: Any) -> Settings:
         """Return the settings with one prior precision for all networks and, if given, other values of other settings."""

@@ -437,3 +437,13 @@ def test_a_dense_head_is_found_before_an_auxiliary_one_and_in_any_memory_format(
     phi, outputs, _ = joined(read([network], [last]))
     torch.testing.assert_close(outputs, rows_of(network(x)["logits"], axis))
     torch.testing.assert_close(outputs, phi @ find_head(network, x).weights().T)
+
+
+def test_probabilities_do_not_change_when_the_memory_of_the_inputs_is_reused():
+    network = nn.Conv2d(3, 4, 1)
+    inputs = torch.randn(4, 3, 5, 5)
+    posterior = mola.fit(network, [(inputs, torch.randint(4, (4, 5, 5)))], progress=False)
+    expected = posterior(inputs).clone()
+    prediction = posterior.predict(inputs)
+    inputs.zero_()
+    close(prediction.probs, expected)

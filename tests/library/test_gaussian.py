@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -446,3 +447,12 @@ def test_wrong_questions_to_a_prediction():
 def test_settings_for_another_number_of_targets_are_named(outputs, options, words):
     with pytest.raises(HeadError, match=words):
         fit(nn.Linear(3, outputs), [(torch.randn(8, 3), torch.randn(8, 2))], likelihood=Gaussian(**options))
+
+
+def test_one_network_of_a_tuned_regression_keeps_its_noise():
+    posterior, _, x, _ = fitted(1, 2)
+    tuned = posterior.tune(rule="evidence", progress=False)
+    assert torch.equal(tuned.alone(1).noise[0], tuned.noise[1])
+    assert tuned.function(0)(x[:3]).shape == (3, 1)
+    with pytest.raises(OptionError, match="noise_factor"):
+        replace(tuned.settings, noise_factor=(1.0, 2.0, 3.0))

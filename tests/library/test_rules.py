@@ -360,3 +360,16 @@ class TestDataReadBefore:
             read = other.read(data, "validation loader", labelled=True)
             with pytest.raises(DataError, match=reason):
                 getattr(posterior, change)(read)
+
+
+def test_rows_that_do_not_fit_into_memory_are_projected_once_in_each_call(trained, monkeypatch):
+    members, batches, validation = trained
+    posterior = mola.fit(members, batches)
+    data = posterior.read(validation, "validation loader", labelled=True)
+    candidates = [posterior.settings.at_precision(1.0)]
+    kept = Objective([(posterior, data)])
+    expected = kept.scores(candidates)["nll"]
+    monkeypatch.setattr("molaplace.rules.objective.MOST_PROJECTED", 1)
+    objective = Objective([(posterior, data)])
+    for _ in range(2):
+        assert torch.equal(objective.scores(candidates)["nll"], expected)

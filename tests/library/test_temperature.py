@@ -185,3 +185,13 @@ def test_regressions_and_other_settings_are_refused():
         temperature_scaled(problem.network, problem.loader, likelihood="gaussian")
     with pytest.raises(OptionError, match="mean must be one of"):
         temperature_scaled(problem.network, problem.loader, mean="logit")
+
+
+def test_a_temperature_at_the_end_of_the_range_is_the_one_that_is_named():
+    inputs = 100 * torch.randn(60, 3)
+    network = torch.nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        network.weight.copy_(torch.eye(3))
+    with pytest.warns(MolaWarning, match="contradict"):
+        tuned = mola.ensemble(network).tune([(inputs, inputs.argmin(1))], progress=False)
+    assert f"{tuned.temperature:.3g}" in " ".join(tuned.tuning.notes)

@@ -68,7 +68,7 @@ class BernoulliPredictive(ClassificationPredictive):
         labels = labels.to(self.probs.device)
         known = ~labels.isnan()
         epsilon = torch.finfo(self.probs.dtype).eps
-        yes = to_float64(self.probs[..., known]).clamp(epsilon, 1 - epsilon)
+        yes = to_float64(self.probs[known]).clamp(epsilon, 1 - epsilon)
         truth = to_float64(labels[known]) > 0.5
         right = torch.where(truth, yes, 1 - yes)
         return {

@@ -57,7 +57,7 @@ class CategoricalPredictive(ClassificationPredictive):
         """
         probs = to_float64(self.probs)
         labels = labels.to(probs.device)
-        right = probs.gather(-1, labels.expand(probs.shape[:-1])[..., None]).squeeze(-1)
+        right = probs.gather(-1, labels[:, None]).squeeze(-1)
         confidence, predicted = probs.max(-1)
         return {
             "nll": -right.clamp_min(torch.finfo(self.probs.dtype).tiny).log(),

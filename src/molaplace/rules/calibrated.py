@@ -103,7 +103,7 @@ class Calibrated(Rule):
             f"Calibrated(price={self.price:g})",
             chosen.settings,
             _summary(chosen, cautious, best, scaled, plain, budget, objective.data),
-            (*_notes_on_count(search.num_data, objective.num_networks), *_notes(chosen.temperature)),
+            (*_notes_on_count(search.num_data, objective.num_networks), *_notes_on_temperature(chosen.temperature)),
             curve=search.curve(),
         )
 
@@ -255,7 +255,7 @@ def _notes_on_count(num_data: float, num_networks: int) -> tuple[str, ...]:
     return (warned(f"only {count}, too few to tune the posterior reliably: {changes}. Pass at least {FEW}."),)
 
 
-def _notes(temperature: float) -> tuple[str, ...]:
+def _notes_on_temperature(temperature: float) -> tuple[str, ...]:
     if 1.001 * COLDEST < temperature < 0.999 * HOTTEST:
         return ()
     return (

@@ -27,6 +27,7 @@ from molaplace.network import (
     unwrapped,
 )
 from molaplace.options import counted
+from molaplace.outliers import OutlierTerms
 from molaplace.rules.label_checks import check_accuracy, check_class_order, check_units
 from molaplace.settings import FeatureScale, Reference
 from molaplace.structures.distance import ClassDistance
@@ -168,23 +169,24 @@ def joined(parts: Sequence[HeldOut]) -> HeldOut:
     )
 
 
-def feature_scales(logs: Tensor, distances: Sequence[ClassDistance]) -> Reference:
-    """Return each network's median distance and 99 % quantile of the norms, given log distances and log norms (2K, n)."""
-    medians = np.quantile(logs[: len(distances)].numpy(), 0.5, axis=1)
-    norms = np.quantile(logs[len(distances) :].numpy(), NORM_QUANTILE, axis=1)
+def feature_scales(log_distances: Tensor, log_norms: Tensor, distances: Sequence[ClassDistance]) -> Reference:
+    """Return each network's median distance and 99 % quantile of the norms, given log distances (K, n) and log norms (K, n)."""
+    medians = np.quantile(log_distances.numpy(), 0.5, axis=1)
+    norms = np.quantile(log_norms.numpy(), NORM_QUANTILE, axis=1)
     scales = []
     for distance, median, norm in zip(distances, medians, norms, strict=True):
         scales.append(FeatureScale(max(math.exp(median), LEAST_DISTANCE * distance.training_distance), math.exp(norm)))
     return Reference(tuple(scales))
 
 
-def with_scores(reference: Reference, terms: Tensor) -> Reference:
-    """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""
-    means = terms.mean(0)
-    spreads = terms.std(0) if len(terms) > 1 else torch.zeros_like(means)
-    spreads = torch.where(spreads > NO_SPREAD * (1 + means.abs()), spreads, 1)
-    score = tuple(zip(means[:3].tolist(), spreads[:3].tolist(), strict=True))
-    return replace(reference, score=score, energies=tuple(means[3:].tolist()))
+def with_scores(reference: Reference, terms: OutlierTerms) -> Reference:
+    """Return the reference plus statistics of the score's terms: the mean and spread of each, and the mean energies."""
+    score = []
+    for term in (terms.far_field, terms.energy, terms.departure):
+        mean = float(term.mean())
+        spread = float(term.std()) if len(term) > 1 else 0.0
+        score.append((mean, spread if spread > NO_SPREAD * (1 + abs(mean)) else 1.0))
+    return replace(reference, score=tuple(score), energies=tuple(terms.energies.mean(1).tolist()))
 
 
 def read_held_out(

@@ -127,7 +127,8 @@ class Objective:
         """Number of networks in the mixture."""
         self.data: Any = None if parts[0][1] is None else joined([data for _, data in parts if data is not None])
         """The validation data, or None for a rule that uses only the training data."""
-        self._kept: dict[tuple[int, bool], list[Any]] = {}
+        self._kept: dict[tuple[int, bool], list[Any] | None] = {}
+        self._kept_bytes: int = 0
 
     @property
     def has_distances(self) -> bool:
@@ -181,19 +182,19 @@ class Objective:
         return {name: torch.cat(parts, 1) for name, parts in columns.items()}
 
     def _chunks(self, index: int, *, distances: bool) -> Iterable[Any]:
-        # Return the projected rows of a mixture's validation data, which are kept if they fit into memory.
-        kept = self._kept.get((index, distances))
-        if kept is None:
-            mixture, data = self.parts[index]
+        # Return the projected rows of a mixture's validation data. They are kept if those of all mixtures fit into memory; otherwise,
+        # they are projected again in each call.
+        key = (index, distances)
+        mixture, data = self.parts[index]
+        if key not in self._kept:
             kept = []
-            size = 0
             for rows in _projected(mixture, data, distances=distances):
-                size += rows.bytes
-                if size > MOST_PROJECTED:
-                    return _projected(mixture, data, distances=distances)
+                self._kept_bytes += rows.bytes
+                if self._kept_bytes > MOST_PROJECTED:
+                    break
                 kept.append(rows)
-            self._kept[index, distances] = kept
-        return kept
+            self._kept[key] = kept if self._kept_bytes <= MOST_PROJECTED else None
+        return self._kept[key] or _projected(mixture, data, distances=distances)
 
     def mean_scores(
         self,

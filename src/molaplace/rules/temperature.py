@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,7 @@ from molaplace.rules.objective import Objective
 from molaplace.rules.priors import negative_log_prior
 from molaplace.rules.rule import Rule, Tuning
 from molaplace.rules.search import maximise
+from molaplace.settings import Settings
 from molaplace.weights import check_weights, uniform_weights
 
 TEMPERATURE_RANGE = (
@@ -35,9 +36,6 @@ TEMPERATURE_RANGE = (
 )
 GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
 CHUNK = 2**22  # number of logits processed at a time
-
-LOWEST, HIGHEST = 1e-3, 1e3
-"""The range of `Settings.temperature`."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +60,36 @@ class Temperature(Rule):
             outputs = torch.cat([torch.zeros_like(outputs), outputs], -1)
 
         def loss(temperature: float) -> float:
-            candidate = replace(settings, temperature=min(max(temperature, LOWEST), HIGHEST))
-            return float(objective.mean_scores([candidate])["nll"][0])
+            return float(objective.mean_scores([replace(settings, temperature=temperature)])["nll"][0])
 
-        temperature, notes = best_temperature(loss, outputs, objective.data.num_independent())
-        chosen = replace(settings, temperature=min(max(temperature, LOWEST), HIGHEST))
-        summary = f"Temperature {chosen.temperature:.3g} minimises the validation log loss, {loss(temperature):.4g}."
-        return Tuning(f"Temperature({self.mean!r})", chosen, summary, notes)
+        low, high, _ = next(setting for setting in fields(Settings) if setting.name == "temperature").metadata["bounds"]
+        temperature, notes = best_temperature(loss, outputs, objective.data.num_independent(), low, high)
+        summary = f"Temperature {temperature:.3g} minimises the validation log loss, {loss(temperature):.4g}."
+        return Tuning(f"Temperature({self.mean!r})", replace(settings, temperature=temperature), summary, notes)
 
 
-def best_temperature(loss: Callable[[float], float], logits: Tensor, num_data: float) -> tuple[float, tuple[str, ...]]:
+def best_temperature(
+    loss: Callable[[float], float],
+    logits: Tensor,
+    num_data: float,
+    lowest: float = 0.0,
+    highest: float = math.inf,
+) -> tuple[float, tuple[str, ...]]:
     """Return the temperature that minimises a mean log loss under the prior, and any warnings.
 
     Args:
         loss: function that maps a temperature to the mean log loss of the data.
         logits: logits (..., C), whose mean spread determines the range of the search.
         num_data: number of independent data.
+        lowest: lower bound on the temperature.
+        highest: upper bound on the temperature.
     """
     span = float((logits.amax(-1) - logits.amin(-1)).mean())
     if span == 0:
         text = "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
         return 1.0, (warned(text),)
-    low = min(0.0, math.log(span / TEMPERATURE_RANGE))
-    high = max(0.0, math.log(span * TEMPERATURE_RANGE))
+    low = math.log(max(min(1.0, span / TEMPERATURE_RANGE), lowest))
+    high = math.log(min(max(1.0, span * TEMPERATURE_RANGE), highest))
 
     def score(log_temperature: float) -> float:
         return -loss(math.exp(log_temperature)) - float(negative_log_prior(log_temperature)) / num_data

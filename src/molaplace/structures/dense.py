@@ -44,7 +44,7 @@ class DenseCurvature(Curvature):
         centred: bool = False,
         outputs: slice = EVERY_OUTPUT,
     ) -> Tensor:
-        """Return `sum_d z_cd z'_cd / (h_d + lambda)`."""
+        """Return `sum_d z_cd other_kd / (h_d + lambda)` for all pairs of data and of logits c and k."""
         left = self._centred(z, centred=centred)[..., outputs, :] * self.inverse(precision)
         right = self._centred(other, centred=centred)[..., outputs, :]
         return torch.einsum("...ncd,...mkd->...ncmk", left, right)

@@ -241,7 +241,7 @@ class GraphCurvature(LayerCurvature):
         centred: bool = False,
         outputs: slice = EVERY_OUTPUT,
     ) -> Tensor:
-        """Return `(z' V z') U` for all pairs of data points."""
+        """Return `(z V other) U` for all pairs of data points."""
         of_outputs = self._output_covariance(precision, centred=centred, outputs=outputs)
         return torch.einsum("...nm,cd->...ncmd", (z * self._feature_inverse(precision)) @ other.mT, of_outputs)
 
