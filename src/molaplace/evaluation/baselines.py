@@ -14,7 +14,6 @@ from molaplace.posterior import MoLA
 from molaplace.rules import Rule, Temperature, Threshold
 from molaplace.rules.held_out import HeldOut
 from molaplace.rules.rule import rule_of
-from molaplace.settings import Settings
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 
@@ -86,7 +85,7 @@ def _networks_alone(posterior: MoLA, count: int) -> MoLA:
 
 def _tuned_alone(posterior: MoLA, data: HeldOut | None, rule: Rule | str | None, team: Team | None) -> MoLA:
     # Return the posterior of the first network, tuned by the rule if there are the data that it needs.
-    alone = MoLA(posterior.components[:1], Settings(posterior.prior_precision[:1]), link=posterior.link)
+    alone = posterior.alone(0)
     chosen = rule_of(posterior.likelihood.default_rule if rule is None else rule)
     if chosen.needs_data and data is None:
         return alone
