@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from molaplace.evaluation import Examples, LabelledResult, OutlierResult
+from molaplace.evaluation import LabelledResult, OutlierResult
 from molaplace.evaluation.comparison import CONFIDENCE_BINS
+from molaplace_lab.examples import Examples
 from molaplace_lab.records import Record, Store
 
 QUALITY = {"MAP": 0, "MAP-T": 1, "DE": 2, "DE-T": 3, "LLLA": 4, "MoLA": 6, "MoLA (distance)": 5}

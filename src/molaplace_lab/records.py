@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from molaplace.errors import StorageError
-from molaplace.evaluation import Examples, LabelledResult, OutlierResult
+from molaplace.evaluation import LabelledResult, OutlierResult
+from molaplace_lab.examples import Examples
 from molaplace_lab.files import read_document, write_document
 
 FORMAT = "mola-bench"

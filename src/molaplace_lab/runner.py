@@ -23,8 +23,6 @@ from molaplace.distributed import Team
 from molaplace.errors import MolaError, OptionError, StorageError, warn
 from molaplace.evaluation import (
     METRICS,
-    NUM_EXAMPLES,
-    examples_of,
     labelled_result,
     outlier_result,
 )
@@ -34,6 +32,7 @@ from molaplace_lab.activations_file import StoredActivations
 from molaplace_lab.checksums import checksum
 from molaplace_lab.comparisons import LONG, methods_of
 from molaplace_lab.context import Context
+from molaplace_lab.examples import NUM_EXAMPLES, examples_of
 from molaplace_lab.measures import BatchPrediction, Measure, columns_of
 from molaplace_lab.methods import Method
 from molaplace_lab.records import SUITE, Record, Store

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from molaplace.evaluation import Examples, Pictures, SetInfo
+from molaplace.evaluation import SetInfo
 from molaplace.report.curves import Line, Panel, draw_panels, draw_reliability
-from molaplace.report.pictures import draw_examples, draw_histograms
+from molaplace.report.pictures import draw_histograms
 from molaplace.report.style import COLOURS, strokes
 from molaplace.report.watch_page import draw_evidence, draw_scores
+from molaplace_lab.examples import Examples, Pictures
+from molaplace_lab.report.examples import draw_examples
 
 STYLES = strokes(["MAP", "MoLA"])
 

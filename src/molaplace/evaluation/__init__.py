@@ -16,11 +16,9 @@ from molaplace.evaluation.columns import (
 )
 from molaplace.evaluation.comparison import (
     Evaluation,
-    Examples,
     LabelledResult,
     MethodResult,
     OutlierResult,
-    Pictures,
     Role,
     SetInfo,
 )
@@ -28,9 +26,7 @@ from molaplace.evaluation.estimates import Estimate, Measurement, measured, sepa
 from molaplace.evaluation.evaluate import collect, evaluate
 from molaplace.evaluation.leads import CLEAR, TIE, Lead, labelled_leads, lead, outlier_leads
 from molaplace.evaluation.results import (
-    NUM_EXAMPLES,
     compare,
-    examples_of,
     labelled_result,
     outlier_result,
     set_info,
@@ -40,18 +36,15 @@ __all__ = [
     "CLASSIFICATION_SCORES",
     "CLEAR",
     "METRICS",
-    "NUM_EXAMPLES",
     "TIE",
     "Columns",
     "Estimate",
     "Evaluation",
-    "Examples",
     "LabelledResult",
     "Lead",
     "Measurement",
     "MethodResult",
     "OutlierResult",
-    "Pictures",
     "PredictionColumns",
     "Role",
     "SetInfo",
@@ -59,7 +52,6 @@ __all__ = [
     "collect",
     "compare",
     "evaluate",
-    "examples_of",
     "labelled_leads",
     "labelled_result",
     "lead",

@@ -8,9 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from molaplace.errors import importing
 from molaplace.evaluation.estimates import Estimate
 from molaplace.evaluation.leads import Lead
@@ -120,15 +117,6 @@ class OutlierResult:
 
 
 @dataclass(frozen=True)
-class Examples:
-    """Predictions of a method for the first few inputs of a set, in order."""
-
-    confidence: list[float]
-    label: list[int]
-    """Predicted classes."""
-
-
-@dataclass(frozen=True)
 class MethodResult:
     """Results of a method on every set of a comparison."""
 
@@ -137,16 +125,6 @@ class MethodResult:
     labelled: dict[str, LabelledResult]
     """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The first few images of a set."""
-
-    pixels: NDArray[np.uint8]
-    """Pixels, shape (n, height, width, channels), with 1 or 3 channels."""
-    labels: tuple[int, ...] | None = None
-    """Classes of the images, or None for outliers."""
 
 
 @dataclass(frozen=True)

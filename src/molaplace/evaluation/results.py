@@ -20,7 +20,6 @@ from molaplace.evaluation.columns import (
 from molaplace.evaluation.comparison import (
     CONFIDENCE_BINS,
     Evaluation,
-    Examples,
     IntervalResult,
     LabelledResult,
     MethodResult,
@@ -36,9 +35,6 @@ from molaplace.evaluation.leads import differences, labelled_leads, outlier_lead
 from molaplace.laplace_mixture import LaplaceMixture
 from molaplace.likelihoods import Gaussian
 from molaplace.options import listed
-
-NUM_EXAMPLES = 8
-"""Number of inputs from each set that a report shows."""
 
 MOST_BINS, LEAST_ERRORS = 8, 2
 """Maximum number of bins in a reliability diagram of one run, and minimum number of expected errors in each."""
@@ -222,13 +218,6 @@ def interval_result(data: Columns, level: float) -> IntervalResult:
     covered = mean_column(data, f"calibrated[{level}]")
     width = mean_column(data, f"calibrated width[{level}]")
     return IntervalResult(level, covered.value, known_error(covered), width.value)
-
-
-def examples_of(columns: PredictionColumns) -> Examples:
-    """Return the confidences and predicted classes for the first few inputs."""
-    confidence = columns.data["confidence"][:NUM_EXAMPLES]
-    predicted = columns.data["predicted"][:NUM_EXAMPLES]
-    return Examples(confidence.tolist(), predicted.long().tolist())
 
 
 # --- regression ------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import numpy as np
 from molaplace.report.curves import draw_against_level, draw_panels, draw_reliability, estimates_panel
 from molaplace.report.figures import RELIABILITY, SHARES
 from molaplace.report.numbers import BY_CONFIDENCE, Quantity
-from molaplace.report.pictures import MOST_SETS, draw_examples, draw_histograms, example_sets
+from molaplace.report.pictures import MOST_SETS, draw_histograms
 from molaplace.report.style import Figure, Planned, Strokes, strokes
 from molaplace.report.tables import SHIFT_METRICS
+from molaplace_lab.report.examples import draw_examples, example_sets
 from molaplace_lab.report.reading import MAIN, SuiteResults
 from molaplace_lab.report.runs import levels_of, shared_outliers
 from molaplace_lab.report.tables import GROUP_TITLES, ablation_groups

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from molaplace.errors import StorageError
-from molaplace.evaluation import Pictures, Role, SetInfo
+from molaplace.evaluation import Role, SetInfo
 from molaplace.options import one_of
+from molaplace_lab.examples import Pictures
 from molaplace_lab.records import COST, SUITE, Record, Store
 from molaplace_lab.report.runs import Numbers
 
