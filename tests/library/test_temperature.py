@@ -12,6 +12,7 @@ from torch import nn
 import molaplace as mola
 from molaplace.calibration import fit_temperature, temperature_scaled
 from molaplace.errors import DataError, MolaWarning, OptionError
+from molaplace.rules.temperature import best_temperature
 from tests.conftest import make_problem
 from tests.library.problems import train
 
@@ -195,3 +196,12 @@ def test_a_temperature_at_the_end_of_the_range_is_the_one_that_is_named():
     with pytest.warns(MolaWarning, match="contradict"):
         tuned = mola.ensemble(network).tune([(inputs, inputs.argmin(1))], progress=False)
     assert f"{tuned.temperature:.3g}" in " ".join(tuned.tuning.notes)
+
+
+def test_the_search_stays_in_its_range():
+    """Logarithms round: a grid from log(low) to log(high) may end beyond the range, depending on the spread of the logits."""
+    tried = []
+    for span in torch.linspace(0.05, 40, 200).tolist():
+        best_temperature(lambda t: tried.append(t) or (t - 1) ** 2, torch.tensor([[0.0, span]]), 100, 1e-3, 1e3)
+    assert min(tried) >= 1e-3
+    assert max(tried) <= 1e3

@@ -91,17 +91,20 @@ def best_temperature(
     low = math.log(max(min(1.0, span / TEMPERATURE_RANGE), lowest))
     high = math.log(min(max(1.0, span * TEMPERATURE_RANGE), highest))
 
+    def from_log(log_temperature: float) -> float:
+        return min(max(math.exp(log_temperature), lowest), highest)  # the exponential may round beyond the range
+
     def score(log_temperature: float) -> float:
-        return -loss(math.exp(log_temperature)) - float(negative_log_prior(log_temperature)) / num_data
+        return -loss(from_log(log_temperature)) - float(negative_log_prior(log_temperature)) / num_data
 
     best = maximise(score, low, high, coarse=GRID)
     if score(high) < score(best):
-        return math.exp(best), ()
+        return from_log(best), ()
     text = (
         f"on these data, the loss keeps falling as the temperature goes to infinity: the logits contradict the labels. The "
         f"temperature is set to the end of the search range, {math.exp(high):.3g}. More validation data may give a finite optimum."
     )
-    return math.exp(high), (warned(text),)
+    return from_log(high), (warned(text),)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
