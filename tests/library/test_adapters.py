@@ -15,8 +15,8 @@ from molaplace.network import views as views_module
 from tests import saved_files
 from tests.closeness import assert_close
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers", reason="NO TRANSFORMERS: `make setup` installs it")
+peft = pytest.importorskip("peft", reason="NO PEFT: `make setup` installs it")
 
 NAMES = ["first", "second", "third"]
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -185,7 +185,7 @@ def test_functions_have_the_joint_covariance(structure, likelihood):
     scaled = settled(posterior)
     joint = scaled.joint(x[:2])
     with torch.no_grad():
-        draws = torch.stack([scaled.function(seed).latent(x[:2]) for seed in range(1000)]).flatten(1)
+        draws = torch.stack([scaled.function(seed).latent(x[:2]) for seed in range(400)]).flatten(1)
     for scores in standard_scores(draws, joint.mean.flatten(), joint.covariance().reshape(8, 8)):
         assert float(scores.abs().max()) < 4.5
 
@@ -208,7 +208,7 @@ def test_the_mean_of_many_functions_is_the_monte_carlo_prediction():
     posterior, x, _ = two_networks()
     posterior = settled(posterior)
     with torch.no_grad():
-        draws = torch.stack([posterior.function(seed)(x[:3]) for seed in range(1000)])
+        draws = torch.stack([posterior.function(seed)(x[:3]) for seed in range(400)])
     exact = posterior.with_link(mola.links.MonteCarlo(2**14))(x[:3])
     scores = (draws.mean(0) - exact) / (draws.std(0) / len(draws) ** 0.5)
     assert float(scores.abs().max()) < 4.5
@@ -277,7 +277,7 @@ def test_whole_networks(structure):
             ((basis, _),) = component.layer.curvature.bases
         sigma = (basis * inverse) @ basis.T
         assert_close(matrix, torch.einsum("ncp,pq,mdq->ncmd", jacobians, sigma, jacobians), "float64")
-    draws = torch.stack([posterior.function(seed).latent(x) for seed in range(1000)]).flatten(1)
+    draws = torch.stack([posterior.function(seed).latent(x) for seed in range(400)]).flatten(1)
     for scores in standard_scores(draws, joint.mean.flatten(), joint.covariance().reshape(6, 6)):
         assert float(scores.abs().max()) < 4.5
 

@@ -8,7 +8,7 @@ import molaplace as mola
 from molaplace.errors import DataError, HeadError
 from molaplace.monitoring.baseline import Baseline
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="NO TRANSFORMERS: `make setup` installs it")
 
 VOCABULARY = 5
 TOKENS = torch.randint(VOCABULARY, (12, 7), generator=torch.Generator().manual_seed(0))

@@ -297,7 +297,7 @@ def test_a_head_that_was_trained_on_is_not_saved(tmp_path):
 
 
 def test_load_recognises_what_it_finds(tmp_path):
-    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("huggingface_hub", reason="NO HUGGINGFACE_HUB: `make setup` installs it")
     inputs = torch.randn(20, 3)
     network = nn.Linear(3, 2)
     saved = mola.fit(network, [(inputs, torch.arange(20) % 2)], progress=False)

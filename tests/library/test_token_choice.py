@@ -13,9 +13,9 @@ from molaplace.network.head import hooked
 from molaplace.network.token_choice import TokenChoice
 from tests.closeness import assert_close
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers", reason="NO TRANSFORMERS: `make setup` installs it")
+peft = pytest.importorskip("peft", reason="NO PEFT: `make setup` installs it")
+tokenizers = pytest.importorskip("tokenizers", reason="NO TOKENIZERS: `make setup` installs it")
 
 VOCABULARY = 30
 TOKENS = [7, 2, 19]

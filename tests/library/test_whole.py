@@ -97,7 +97,7 @@ def test_full_diag_and_subnetwork_are_those_of_the_dense_ggn(options):
 
 
 def test_kron_is_the_kfac_of_curvlinops_and_batchnorm_is_diagonal():
-    curvlinops = pytest.importorskip("curvlinops")
+    curvlinops = pytest.importorskip("curvlinops", reason="NO CURVLINOPS: `make setup` installs it")
     network = convolutional()
     inputs, labels = data()
     posterior = fit(network, batches(inputs, labels, 5), structure="kron")
