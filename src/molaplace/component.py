@@ -40,18 +40,14 @@ class LastLayer:
     def from_sums(
         structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood, checksums: StateChecksums
     ) -> LastLayer:
-        """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
-        uncertain = likelihood.uncertain(weights)
+        """Compute the curvature and the class distances from the sums. `weights` (C, P) are those of the uncertain outputs."""
         weighted = sums.weighted()
         curvature = structure.solve(likelihood.sums_at_noise(weighted))
-        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.from_sums(weighted), checksums)
+        return LastLayer(structure, sums, weights, curvature, ClassDistance.from_sums(weighted), checksums)
 
     def with_sums(self, sums: Sums, likelihood: Likelihood) -> LastLayer:
         """Return the approximation computed from other sums, on the CPU."""
-        weighted = sums.weighted()
-        curvature = self.structure.solve(likelihood.sums_at_noise(weighted))
-        distance = ClassDistance.from_sums(weighted)
-        return replace(self, sums=sums, weights=self.weights.cpu(), curvature=curvature, distance=distance)
+        return LastLayer.from_sums(self.structure, sums, self.weights.cpu(), likelihood, self.checksums)
 
     def curvature_at(self, noise_factor: float) -> Curvature:
         """Return the curvature after the noise of a regression has been multiplied by a factor."""

@@ -240,10 +240,9 @@ def fit(
     components = []
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         for network, network_head, sums, parts in zip(models, heads, totals, checksums, strict=True):
-            fitted = likelihood.fitted(
-                sums.weighted()
-            )  # in regression, with the noise estimated from the sums unless it is given
-            layer = LastLayer.from_sums(structure, sums, network_head.weights(), fitted, parts)
+            fitted = likelihood.fitted(sums.weighted())  # with the noise of a regression, unless it was given
+            weights = fitted.uncertain(network_head.weights())
+            layer = LastLayer.from_sums(structure, sums, weights, fitted, parts)
             components.append(Component(network, network_head, layer, fitted))
     warn_of_empty_classes(totals[0])
     posterior = MoLA(components, settings, link=link, weights=weighting)

@@ -243,7 +243,7 @@ class LaplaceMixture(Predictor):
         lines += [f"  {name.replace('_', ' ')}: {value:.4g}" for name, value in self.settings.changed().items()]
         return "\n".join([*lines, f"  weights: {weights}", ")"])
 
-    def check_weights(self, kind: type[MolaError] = OptionError) -> None:
+    def check_unchanged(self, kind: type[MolaError] = OptionError) -> None:
         """Raise an error of this kind if any weights of the networks have changed since the fit. All weights are read."""
         layers = [component.layer for component in self.components]
         if None in layers:
@@ -340,7 +340,7 @@ class LaplaceMixture(Predictor):
         """
         captured = self.capture(one_batch(inputs))
         captured.check_finite()
-        return JointPrediction.of(self.members(self.project(captured.select())), self.likelihood)
+        return JointPrediction.of(self.members(self.project(captured.rows_at())), self.likelihood)
 
     def function(self, seed: int) -> PosteriorFunction:
         """Draw one function from the posterior: first a component according to its weight, then its weights.

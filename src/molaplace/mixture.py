@@ -65,11 +65,11 @@ class Mixture(Predictor):
         """Return probabilities (n, C) or, for regression, means (n, D). Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
-    def check_weights(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `OptionError` if a member is known to belong to other weights than its networks now have."""
         for member in self.predictors:
             if isinstance(member, Predictor):
-                member.check_weights()
+                member.check_unchanged()
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
         def call_member(member: Callable[..., Any]) -> Any:

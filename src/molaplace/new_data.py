@@ -89,7 +89,7 @@ def _sums_over(
     layers = _additive_layers(posterior)
     heads = [component.head for component in posterior.components if component.head is not None]
     check_loader(loader, where)
-    posterior.check_weights()  # sums over different features cannot be added
+    posterior.check_unchanged()  # sums over different features cannot be added
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
     _, _, sums = read_sums(
         posterior.networks,

@@ -320,13 +320,13 @@ class MoLA(LaplaceMixture):
                 "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), whose bound holds "
                 "everywhere."
             )
-        rows = near.select()
+        rows = near.rows_at()
         limit = bounds.far_field_limit(
             self.members(self.project(rows)),
             rows.phi,
             self._trained_weights(rows),
             [0 if component.head is None else component.head.inputs for component in self.components],
-            far.select().phi,
+            far.rows_at().phi,
             self.settings,
         )
         return limit.to(torch.promote_types(outputs.dtype, torch.float32)).to(outputs.device)

@@ -43,7 +43,7 @@ class Predictor(nn.Module, ABC):
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Return probabilities (n, C) or means (n, D) for one batch."""
 
-    def check_weights(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `OptionError` if the predictor is known to belong to other weights than its networks now have."""
 
     @abstractmethod

@@ -337,7 +337,7 @@ class Exported(nn.Module):
 
     def forward(self, x):
         with evaluating(self.network):
-            rows = capture([self.network], [self.head], x, self.likelihood).select()
+            rows = capture([self.network], [self.head], x, self.likelihood).rows_at()
             return rows.phi[0], rows.outputs[0]
 
 

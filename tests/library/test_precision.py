@@ -198,7 +198,7 @@ def test_a_posterior_rounded_to_half_precision_can_be_saved(tmp_path):
     network = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
     posterior = mola.fit(network, [(torch.randn(40, 3), torch.randint(4, (40,)))], progress=False)
     posterior.bfloat16()
-    posterior.check_weights()
+    posterior.check_unchanged()
     rounded = posterior.networks[0][-1].weight
     assert torch.equal(posterior.components[0].layer.weights[:, :-1], rounded.double())
     assert mola.load(posterior.save(tmp_path / "saved"), network).prior_precision == posterior.prior_precision

@@ -117,7 +117,7 @@ def test_empty_batch_gives_an_empty_prediction(structure, link):
 def test_features_and_outputs_give_what_is_predicted(structure, link):
     posterior = fit(pair(), structure=structure, link=link)
     read = posterior.read(LOADER, "loader", labelled=True)
-    rows = read.select()
+    rows = read.rows_at()
     actual = posterior.predict_from_features(rows.phi, rows.outputs)
     expected = posterior.predict(X)
     for field in FIELDS:

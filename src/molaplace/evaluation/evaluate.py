@@ -38,7 +38,7 @@ from molaplace.network import (
     evaluating,
     labels_of_logits,
     named_batches,
-    select_rows,
+    with_rows_in_use,
 )
 from molaplace.numerics import as_tensor
 from molaplace.options import counted, whole_number
@@ -277,7 +277,7 @@ def _predict_mola(
     labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
     dense_rows = None
     if captured.layout.sizes:
-        captured = select_rows(
+        captured = with_rows_in_use(
             captured, networks, batch, mixture.likelihood, batch_name, positions, ignore_index, first
         )
         labels = captured.labels

@@ -177,10 +177,7 @@ class Gaussian(RegressionLikelihood):
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
-            raise OptionError(
-                "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets) to "
-                "estimate the noise from the residuals. For an ensemble, use mola.calibration.scale_noise(ensemble, val_loader)."
-            )
+            raise _unknown_noise()
         noise = _expanded(self.noise, width, "noise")
         return noise if self.heteroscedastic else noise / self.units(width)[1]
 
@@ -259,7 +256,7 @@ class Gaussian(RegressionLikelihood):
         if self.heteroscedastic:
             return replace(self, noise=1.0, estimated=True)
         if "targets" not in sums.tensors:
-            self.deviation(1)  # this call raises an error, because the noise is unknown without targets
+            raise _unknown_noise()
         residual_squares, _, target_sums, target_squares = sums.tensors["targets"].cpu()
         count = sums.count
         if count == 1:
@@ -358,6 +355,13 @@ def _noises(members: Members) -> list[Tensor]:
         assert isinstance(likelihood, Gaussian)
         noises.append(likelihood.noise_variance(outputs) * factor**2)
     return noises
+
+
+def _unknown_noise() -> OptionError:
+    return OptionError(
+        "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets) to "
+        "estimate the noise from the residuals. For an ensemble, use mola.calibration.scale_noise(ensemble, val_loader)."
+    )
 
 
 def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:

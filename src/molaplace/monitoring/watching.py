@@ -409,5 +409,5 @@ def watch(
         )
     options = WatchOptions(alpha, tolerance, recent, window, seed)
     if isinstance(posterior, Predictor):
-        posterior.check_weights()
+        posterior.check_unchanged()
     return Watch.of(Baseline.read(posterior, val_loader), options, name)

@@ -31,9 +31,8 @@ from molaplace.network.capture import (
     check_logits,
     find_heads,
     invalid_inputs,
-    select_rows,
     stream,
-    with_labels,
+    with_rows_in_use,
 )
 from molaplace.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from molaplace.network.head import Head, find_head, head_by_name
@@ -87,12 +86,11 @@ __all__ = [
     "one_batch",
     "peek",
     "run",
-    "select_rows",
     "state_checksums",
     "state_of",
     "stream",
     "token_ids",
     "unwrapped",
-    "with_labels",
+    "with_rows_in_use",
     "without_autocast",
 ]

@@ -72,7 +72,7 @@ class Captured:
             return self.layout.inputs
         return len(torch.unique_consecutive(self.in_use // self.layout.count))
 
-    def select(self, index: slice | Tensor = EVERY) -> Rows:
+    def rows_at(self, index: slice | Tensor = EVERY) -> Rows:
         """Return the rows at the given indices, without labels; by default, every row."""
         features = [self._at(values, index) for values in self.features]
         pairs = zip(self.heads, features, strict=True)
@@ -99,12 +99,12 @@ class Captured:
         size = max(1, VALUES_AT_ONCE // (row_size + max(values.shape[-1] for values in self.features)))
         total = self.layout.num_rows if self.in_use is None else len(self.in_use)
         if not isinstance(total, int) or (self.in_use is None and total <= size):
-            yield replace(self.select(), labels=self.labels)
+            yield replace(self.rows_at(), labels=self.labels)
             return
         for start in range(0, max(total, 1), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield replace(self.select(part if self.in_use is None else self.in_use[part]), labels=labels)
+            yield replace(self.rows_at(part if self.in_use is None else self.in_use[part]), labels=labels)
 
     def used(self) -> Captured:
         """Return the rows in use, without positions."""
@@ -137,7 +137,7 @@ class Captured:
         """Raise `DataError` if the features or outputs of any row in use are not finite."""
         for number, values in enumerate(self.outputs):
             if not bool(values.isfinite().all()):
-                rows = self.select(EVERY if self.in_use is None else self.in_use)
+                rows = self.rows_at(EVERY if self.in_use is None else self.in_use)
                 with located(f"networks[{number}]"):
                     check_finite(rows.outputs[number], rows.phi[number], self.in_use, self.layout.count)
 
@@ -327,7 +327,7 @@ def stream(
             captured = capture(networks, heads, batch.inputs, likelihood) if first is None else first
             first = None
             captured.check_logits(networks, batch.inputs, likelihood)
-            captured = select_rows(
+            captured = with_rows_in_use(
                 captured, networks, batch, likelihood, batch_name, positions, ignore_index, first_input
             )
             captured.check_finite()
@@ -341,7 +341,7 @@ def stream(
         )
 
 
-def select_rows(
+def with_rows_in_use(
     captured: Captured,
     networks: Sequence[nn.Module],
     batch: Batch,
@@ -356,13 +356,13 @@ def select_rows(
         shape = captured.layout.shape(captured.outputs[0].shape[-1])
         labels = labels_of_logits(networks, batch, shape, ignore_index, batch_name)
         assert labels is not None
-        captured = with_labels(captured, labels, likelihood, batch_name, ignore_index)
+        captured = labelled_rows(captured, labels, likelihood, batch_name, ignore_index)
     if isinstance(positions, int) and captured.layout.sizes:
         captured = _with_drawn_positions(captured, positions, first_input)
     return captured
 
 
-def with_labels(
+def labelled_rows(
     captured: Captured, labels: Tensor, likelihood: Likelihood, batch_name: str, ignore_index: int
 ) -> Captured:
     """Return only the labelled rows, with their labels as converted by the likelihood."""

@@ -165,7 +165,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def check_saveable(posterior: LaplaceMixture) -> list[LastLayer]:
     """Return the approximation of each component; raise an error for a plain ensemble, or if weights have changed since the fit."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
-    posterior.check_weights(StorageError)
+    posterior.check_unchanged(StorageError)
     return layers
 
 
@@ -206,7 +206,9 @@ def unpack(
                 networks, saved.components, sums_of_components, likelihoods, strict=True
             ):
                 head = part.head.find(network)
-                layer = LastLayer.from_sums(structure, sums, head.weights(), likelihood, part.checksums)
+                layer = LastLayer.from_sums(
+                    structure, sums, likelihood.uncertain(head.weights()), likelihood, part.checksums
+                )
                 components.append(Component(network, head, layer, likelihood))
         return MoLA(components, **saved.arguments(len(components)))
 
