@@ -40,7 +40,7 @@ def test_importing_mola_costs_little_more_than_torch():
 
 
 PUBLIC_MODULES = (
-    *("calibration", "demo", "distributed", "errors", "evaluation", "export", "hub", "images"),
+    *("calibration", "distributed", "errors", "export", "hub", "images"),
     *("likelihoods", "links", "monitoring", "rules", "structures", "whole"),
 )
 UNLISTED = {"distributed": ("Team", "join", "shard"), "hub": ("load", "push", "save")}
@@ -72,7 +72,7 @@ def test_every_public_name_has_a_docstring_and_an_entry_in_the_reference():
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")]
     entries = set(re.findall(r"^::: ([\w.]+)", "\n".join(pages), re.M))
     public = dict(public_objects())
-    assert len(public) > 100
+    assert len(public) > 60
     assert [name for name, value in public.items() if not value.__doc__] == []
     assert public.keys() - entries == set()
     assert [entry for entry in sorted(entries) if not exists(entry)] == []
