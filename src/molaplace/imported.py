@@ -6,7 +6,7 @@ function that the user names on the command line needs no consent; a function th
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molaplace.errors import OptionError
-from molaplace.options import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,45 +46,17 @@ def not_trusted(name: str, source: Path, flag: str) -> OptionError:
     )
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """Split `package.module:function` into the module and the function; raise `OptionError` for any other form."""
-    # Split at the last colon, because a Windows path has a colon after the drive letter.
-    module, _, function = name.rpartition(":")
-    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        hint = (
-            " Pass the name of a module, not a file; for example, run the command in the folder with models.py, and pass models:build."
-            if is_path(name)
-            else ""
-        )
-        raise OptionError(f"expected a function in the form package.module:function; got {name!r}.{hint}")
-    return module, function
-
-
 def import_function(name: str) -> Callable[..., Any]:
-    """Import `package.module:function`, which may be in the current folder.
-
-    Raises:
-        OptionError: the module or the function does not exist, or importing it fails.
-    """
-    module_name, attribute = split_name(name)
+    """Import `package.module:function`, which may be in the current folder; raise `OptionError` if that fails."""
     with _current_folder_first() as folder:
         try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            missing = error.name or module_name
-            if missing != module_name and not module_name.startswith(f"{missing}."):
-                raise OptionError(f"cannot import {name!r}: it imports {missing!r}, which is not installed.") from error
-            raise OptionError(
-                f"cannot import {name!r}: there is no module {missing!r} in {folder} or among the installed packages. Run the command in "
-                f"the folder that contains it."
-            ) from error
+            function = pkgutil.resolve_name(name)
         except Exception as error:  # the user's code may raise any exception
-            raise OptionError(f"cannot import {name!r} ({type(error).__name__}: {error}).") from error
-    function = getattr(module, attribute, None)
+            raise OptionError(
+                f"cannot import {name!r} ({type(error).__name__}: {error}). Expected package.module:function, in {folder} or installed."
+            ) from error
     if not callable(function):
-        raise OptionError(
-            f"module {module_name!r} has no function {attribute!r}.{did_you_mean(attribute, dir(module))}"
-        )
+        raise OptionError(f"{name!r} is not a function. Expected package.module:function.")
     # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
     # do not hide installed packages.
     if folder not in sys.path:

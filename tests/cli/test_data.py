@@ -284,8 +284,8 @@ def test_own_functions_and_what_can_go_wrong_in_them(workspace, tmp_path):
     first = next(iter(Loader(source, SkippedInputs())))
     assert first.keys() == {"input", "labels"}
     for name, words in (
-        ("gone", "has no function 'gone'"),
-        ("number", "has no function 'number'"),
+        ("gone", "no attribute 'gone'"),
+        ("number", "is not a function"),
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
