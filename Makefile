@@ -65,7 +65,7 @@ test-minimum:  ## the library with the lowest versions declared, in an environme
 	$(PYTHON) -m venv $(VENV)-minimum
 	$(VENV)-minimum/bin/python -m pip install -q --disable-pip-version-check -c constraints-minimum.txt -e . \
 		huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml rich scikit-learn scipy matplotlib pooch pillow \
-		click transformers peft pyparsing einops einconv linear_operator opt-einsum
+		cyclopts transformers peft pyparsing einops einconv linear_operator opt-einsum
 	$(VENV)-minimum/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library tests/evaluation tests/cli \
 		-m 'not slow and not browser and not export'

@@ -35,14 +35,13 @@ from typing import Any
 import numpy as np
 import record
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from typer.main import get_command
+from typer.testing import CliRunner
 
 import molaplace as mola
-from molaplace.cli import app
+from molaplace.cli import run as run_command
 from molaplace.saving.weights import save_weights
 from molaplace_lab import commands
 from molaplace_lab.models import build_network
@@ -84,18 +83,18 @@ def fit() -> None:
     mola.fit(networks(), slow, progress=False, **options).save("posterior")
 
 
-def command(line: str, app: Any = app) -> None:
-    result = CliRunner().invoke(app, [*line.split(), "--quiet"], catch_exceptions=False)
-    if result.exit_code:
-        raise RuntimeError(result.output)
+def command(line: str) -> None:
+    code = run_command([*line.split(), "--quiet"])
+    if code:
+        raise RuntimeError(f"molaplace {line} ended with {code}")
 
 
 def bench() -> None:
     sizes = "--runs 1 --components 2 --train-images 100 --test-images 30 --outliers 20"
-    command(
-        f"bench digits --train {sizes} --networks networks --cache activations --results results",
-        get_command(commands.app),
-    )
+    line = f"bench digits --train {sizes} --networks networks --cache activations --results results --quiet"
+    result = CliRunner().invoke(commands.app, line.split(), catch_exceptions=False)
+    if result.exit_code:
+        raise RuntimeError(result.output)
 
 
 def train() -> None:
@@ -142,7 +141,7 @@ def fit_and_watch() -> None:
 def watch_state() -> dict[str, str]:
     lines = Path("watch.jsonl").read_bytes().split(b"\n")[:-1]  # a line that was cut off is completed by the next run
     entries = [{name: value for name, value in json.loads(line).items() if name != "time"} for line in lines]
-    return {f"batch {entry['batch']}": digest(json.dumps(entry)) for entry in entries}
+    return {f"input {entry['inputs']}": digest(json.dumps(entry)) for entry in entries}
 
 
 KINDS: dict[str, tuple[Callable[[], Any], ...]] = {

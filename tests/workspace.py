@@ -15,10 +15,11 @@ from PIL import Image
 from torch import nn
 
 from molaplace.cli import fit
-from molaplace.cli.evaluate import EvaluateOptions
+from molaplace.cli.decisions import make_decisions
+from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 from molaplace.cli.job import Job
-from molaplace.cli.predict import PredictOptions
+from molaplace.cli.predict import run_predict
 from molaplace.images import NORMALISATIONS, Preparation
 from molaplace.saving.weights import save_weights
 from tests import saved_files
@@ -192,12 +193,15 @@ def run_fit(job: Job, output: Path, **more) -> dict[str, Any]:
     return fit.run_fit(replace(job, output=output, **more))
 
 
-def to_predict(inputs: str, output: Path, **more) -> PredictOptions:
-    return PredictOptions(posterior=Path("posterior"), inputs=inputs, output=output, **more)
+def to_predict(fitted: PosteriorFolder, inputs: str, output: Path, **more: Any) -> dict[str, Any] | None:
+    """Predict as the command does; further arguments are its options."""
+    rates = {name: more.pop(name) for name in list(more) if name not in ("probabilities", "strict")}
+    return run_predict(fitted, inputs, output, make_decisions(fitted, **rates), **more)
 
 
-def to_evaluate(test: str, *ood: str, **more) -> EvaluateOptions:
-    return EvaluateOptions(posterior=Path("posterior"), test=test, ood=ood, **more)
+def evaluated(fitted: PosteriorFolder, test: str, *ood: str, **more: Any) -> Any:
+    """Evaluate as the command does."""
+    return run_evaluate(fitted, test, ood, **more)
 
 
 def fit_at(workspace: Workspace, folder: Path) -> PosteriorFolder:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from molaplace import (
         calibration,
+        data,
         distributed,
         errors,
         export,
@@ -46,6 +47,7 @@ __all__ = [
     "alarm_threshold",
     "baselines",
     "calibration",
+    "data",
     "distributed",
     "ensemble",
     "errors",

@@ -15,9 +15,9 @@ def main() -> None:
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that temporary files are removed
     try:
-        from molaplace.cli import app
+        from molaplace.cli import run
 
-        app(prog_name="molaplace")
+        sys.exit(run(sys.argv[1:]))
     except MolaError as error:
         sys.stderr.write(f"molaplace: {error}\n")
         sys.exit(1)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
-from molaplace.cli import app
+from molaplace.__main__ import main
 from molaplace.cli.folder import PosteriorFolder, open_posterior
 
 NAMES = {
@@ -44,10 +48,31 @@ OPTIONS = {
 COUNTS = {"train": 300, "val": 120, "test": 60}
 
 
-def run(*arguments: object) -> Result:
-    """Run a command in this process; the functions that a posterior's folder names are the tests' own."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and its exit code."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def run(*arguments: object) -> Outcome:
+    """Run a command in this process as a shell would; the functions that a posterior's folder names are the tests' own."""
     trust = ["--trust"] if arguments[0] in ("predict", "evaluate", "export") and "--help" not in arguments else []
-    return CliRunner().invoke(app, [*map(str, arguments), *trust])
+    handler = signal.getsignal(signal.SIGTERM)
+    argv = ["molaplace", *map(str, arguments), *trust]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", argv)
+        with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
+            main()
+    signal.signal(signal.SIGTERM, handler)
+    return Outcome(stop.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def draw(kind: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +121,7 @@ class FittedFolder:
         command = ["fit", "0.safetensors", "1.safetensors", "--network", f"kind_{self.name}:build"]
         command += ["--train", "train.npz", "--val", "val.npz", "--rule", "nll", "--classes", ",".join(self.names)]
         outcome = run(*command, "--output", output, *OPTIONS[self.name], *more)
-        assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+        assert outcome.exit_code == 0, outcome.output
 
 
 def make_folder(name: str, root: Path) -> FittedFolder:

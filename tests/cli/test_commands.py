@@ -29,7 +29,7 @@ def posterior(workspace, tmp_path_factory):
         patch.chdir(workspace.root)
         patch.syspath_prepend(str(workspace.root))
         outcome = run(*arguments(workspace, folder, "--quiet"))
-        assert outcome.exit_code == 0, outcome.exception
+        assert outcome.exit_code == 0, outcome.output
         assert outcome.output == "", "quiet is quiet"
     return folder
 
@@ -37,7 +37,7 @@ def posterior(workspace, tmp_path_factory):
 def test_the_nearest_command_is_named_for_a_mistyped_one():
     outcome = run("evalute", "posterior")
     assert outcome.exit_code == 2
-    assert "Did you mean 'evaluate'?" in outcome.output
+    assert 'Did you mean "evaluate"?' in outcome.output
 
 
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(workspace, tmp_path, mola_command):

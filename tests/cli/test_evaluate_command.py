@@ -13,7 +13,6 @@ import torch
 import molaplace as mola
 from molaplace import metrics
 from molaplace.cli.decisions import make_decisions, outlier_threshold
-from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.data.opening import open_dataset
 from molaplace.data.preprocessing import Preprocessing
@@ -26,7 +25,7 @@ from molaplace.saving.files import replacing
 from tests.cli.fitted_folders import LOCATION, NAMES, SCALE, run
 from tests.closeness import assert_close
 from tests.pages import Page
-from tests.workspace import job_for, run_fit, to_evaluate
+from tests.workspace import evaluated, job_for, run_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::molaplace.errors.MolaWarning")
 
@@ -64,7 +63,7 @@ def expected_scores(kind, prediction, labels):
 @pytest.mark.parametrize("kind", NAMES, indirect=True)
 def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind, tmp_path):
     outcome = run("evaluate", "posterior", "--test", "test.npz", "--ood", "far.npz", "--output", tmp_path / "report")
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert outcome.exit_code == 0, (outcome.output, outcome.output)
     lines = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
     assert len(lines) <= 25
     assert "MoLA: " in lines[0], "the finding comes first"
@@ -95,7 +94,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 @pytest.mark.parametrize("kind", ["classes"], indirect=True)
 def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
     def write(*data, progress=no_progress):
-        evaluation = run_evaluate(kind.open(), to_evaluate(*data))
+        evaluation = evaluated(kind.open(), *data)
         with replacing(tmp_path, EVALUATION, (PAGE,)) as folder:
             write_page(evaluation, folder, progress)
 
@@ -116,7 +115,7 @@ def test_a_report_replaces_an_older_report_as_a_whole(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", NAMES, indirect=True)
 def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_ensemble(kind):
-    result = run_evaluate(kind.open(), to_evaluate("test.npz"))
+    result = evaluated(kind.open(), "test.npz")
     findings = evaluation_findings(result)
     first = next(iter(findings.values()))
     scaled = "DE-N" if kind.name == "regression" else "DE-T"
@@ -129,12 +128,12 @@ def test_the_finding_begins_with_the_posterior_against_the_plain_and_the_scaled_
     assert f", {words} " in first.split(" the ensemble (DE")[0]
     assert len(findings) == 3
     assert "`--ood DATA`" in findings["Outliers"]
-    assert "Outliers: far.npz" in evaluation_findings(run_evaluate(kind.open(), to_evaluate("test.npz", "far.npz")))
+    assert "Outliers: far.npz" in evaluation_findings(evaluated(kind.open(), "test.npz", "far.npz"))
 
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
-    document = run_evaluate(kind.open(), to_evaluate("test.npz")).document()
+    document = evaluated(kind.open(), "test.npz").document()
     inputs, labels = kind.data("test")
     known = labels != 255
     prediction = kind.open().posterior.predict(inputs)
@@ -161,7 +160,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(workspace, tmp_path, c
         job_for(workspace, weights=tuple(workspace.weights(count)), rule="nll", mixing=mixing), tmp_path / "posterior"
     )
     opened = open_posterior(tmp_path / "posterior", trust=True)
-    result = run_evaluate(opened, to_evaluate("test.csv", "strange"))
+    result = evaluated(opened, "test.csv", "strange")
     weights = opened.posterior.weights.tolist()
     assert any("weights" in note for note in result.notes) == (mixing == "stacking") == (max(weights) > min(weights))
     train, val = ([workspace.inputs(split)] for split in ("train", "val"))
@@ -238,16 +237,16 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
 def test_data_that_were_seen_before_are_named(workspace, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{workspace.root.name}/val"):
         with pytest.warns(MolaWarning, match="also the validation data"):
-            comparison = run_evaluate(fitted, to_evaluate(name))
+            comparison = evaluated(fitted, name)
         assert any("the validation data" in note for note in comparison.notes)
     with pytest.warns(MolaWarning, match="also the training data"):
-        run_evaluate(fitted, to_evaluate(fitted.job.train))
+        evaluated(fitted, fitted.job.train)
 
 
 @pytest.mark.usefixtures("_in_workspace")
 def test_the_report_shows_guarantees_beside_the_test_data(workspace, fitted, monkeypatch):
     monkeypatch.setattr("molaplace.cli.evaluate.ERROR_RATES", (0.01, 0.4))
-    decisions = run_evaluate(fitted, to_evaluate("test.npz")).decisions
+    decisions = evaluated(fitted, "test.npz").decisions
     inputs, labels = workspace.inputs("test")
     prediction = fitted.posterior.predict(inputs)
     right = prediction.label == labels

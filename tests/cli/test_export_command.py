@@ -9,7 +9,7 @@ import torch
 
 import molaplace as mola
 from molaplace.cli.decisions import make_decisions
-from molaplace.cli.export import ExportOptions, run_export
+from molaplace.cli.export import run_export
 from tests.cli.fitted_folders import run
 from tests.closeness import assert_close
 from tests.workspace import CLASSES
@@ -37,9 +37,8 @@ def test_an_exported_file_decides_alike(workspace, fitted, tmp_path):
     pytest.importorskip("onnxruntime")
     rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     outputs = ["probs", "confidence", "ood_score"]  # by which it decides
-    options = ExportOptions(posterior=fitted.folder, onnx=tmp_path / "model.onnx", outputs=outputs, **rates)
-    (written,) = run_export(fitted, options)
     thresholds = make_decisions(fitted, **rates)
+    (written,) = run_export(fitted, thresholds, onnx=tmp_path / "model.onnx", outputs=outputs)
     loaded = mola.export.load(written.path)
     prediction = loaded(workspace.inputs("test")[0])
     decisions = loaded.decide(prediction)

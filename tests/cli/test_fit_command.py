@@ -14,14 +14,13 @@ from PIL import Image
 from rich.console import Console
 
 import molaplace as mola
-from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.info import print_information, read_information
-from molaplace.cli.options import as_document, to_toml
+from molaplace.cli.options import to_toml
 from molaplace.errors import DataError, OptionError, StorageError
 from tests import saved_files
 from tests.closeness import assert_close
-from tests.workspace import CLASSES, job_for, run_fit, to_evaluate
+from tests.workspace import CLASSES, evaluated, job_for, run_fit
 
 pytestmark = pytest.mark.usefixtures("_in_workspace")
 
@@ -47,7 +46,7 @@ def test_networks_in_half_precision_are_fitted_checked_and_evaluated(workspace, 
     assert abs(metrics["nll"] - expected["nll"]) < 0.05
     folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.example.dtype == torch.bfloat16
-    assert run_evaluate(folder, to_evaluate("test.npz")).test.count == 18
+    assert evaluated(folder, "test.npz").test.count == 18
 
 
 @pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_fit_command:train"])
@@ -155,7 +154,7 @@ def test_flags_override_the_file_in_both_directions(workspace, tmp_path, mola_co
     job = job_for(workspace, train=str(tmp_path / "broken"))
     for number, strict in enumerate((True, False)):
         path = tmp_path / f"{strict}.toml"
-        path.write_text(to_toml(as_document(replace(job, strict=strict), "fit", tmp_path)))
+        path.write_text(to_toml(replace(job, strict=strict).as_document()))
         words = ("fit", "--config", path, "--trust", "--output", tmp_path / f"posterior-{number}")
         assert mola_command(*words)[0] == (1 if strict else 3)
         code, _, error = mola_command(*words, "--no-strict" if strict else "--strict")
@@ -176,11 +175,12 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(workspace, tmp_path):
     for name in ("bundle", "plain"):
         shutil.move(home / name, away / name)
     shutil.copy(home / "test.npz", away)
-    with pytest.raises(OptionError, match=r"away/val\.npz, which do not exist.*with --val DATA") as caught:
-        run_evaluate(open_posterior(away / "bundle", trust=True), to_evaluate(str(away / "test.npz")))
+    shutil.move(home / "val.npz", away / "validation.npz")
+    with pytest.raises(OptionError, match=r"home/val\.npz, which do not exist.*with --val DATA") as caught:
+        evaluated(open_posterior(away / "bundle", trust=True), str(away / "test.npz"))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
-    again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
-    assert run_evaluate(open_posterior(away / "bundle", trust=True), again).test.count
+    again = open_posterior(away / "bundle", trust=True)
+    assert evaluated(again, str(away / "test.npz"), val=str(away / "validation.npz")).test.count
     with pytest.raises(
         StorageError, match=r"away/0\.safetensors cannot be read.*molaplace fit --config .*plain/job\.toml --bundle"
     ):

@@ -13,12 +13,18 @@ import torch
 from torch import nn
 
 import molaplace as mola
-from molaplace.cli.demo import DemoOptions, demo
-from molaplace.cli.evaluate import EvaluateOptions, evaluate
-from molaplace.cli.export import ExportOptions, export
-from molaplace.cli.fit import fit
+from molaplace.cli.commands import (
+    EvaluateOptions,
+    ExportOptions,
+    FolderOptions,
+    WatchOptions,
+    demo,
+    evaluate,
+    export,
+    fit,
+    watch,
+)
 from molaplace.cli.job import Job
-from molaplace.cli.watch import WatchCommandOptions, watch
 from molaplace.errors import MolaError
 from molaplace.export import Written
 from molaplace.saving import files
@@ -30,7 +36,8 @@ pytestmark = [
     pytest.mark.usefixtures("_blank_figures", "kind"),
 ]
 QUIET = {"quiet": True}
-OPENED = {"posterior": Path("posterior"), "trust": True, **QUIET}
+POSTERIOR = Path("posterior")
+OPENED = {"trust": True, **QUIET}
 ENTRIES = {
     "posterior.save": "posterior.safetensors",
     "whole.save": "posterior.safetensors",
@@ -62,8 +69,8 @@ def posterior(version):
 
 def fake_demo(monkeypatch, version):
     result = SimpleNamespace(networks=[nn.Linear(2, 2)], evaluation=None)
-    monkeypatch.setattr("molaplace.cli.demo.run_demo", lambda *_: result)
-    monkeypatch.setattr("molaplace.cli.demo.print_summary", lambda *_: None)
+    monkeypatch.setattr("molaplace.demo.run.run_demo", lambda *_: result)
+    monkeypatch.setattr("molaplace.cli.evaluate.print_summary", lambda *_: None)
 
     def write_page(evaluation, folder, progress):
         (folder / "figures").mkdir()
@@ -100,22 +107,22 @@ def write(request, monkeypatch):
         elif door == "hub.push":
             mola.hub.push(posterior(version), f"me/{folder.name}", **overwrite)
         elif door == "fit":
-            networks = {"network": ("kind_classes:build",), "weights": (f"{version}.safetensors",)}
-            data = {"train": "train.npz", "val": "val.npz", "rule": "none"}
-            fit(Job(output=folder, bundle=True, **networks, **data, **QUIET, **overwrite))
+            data = {"network": ("kind_classes:build",), "train": "train.npz", "val": "val.npz", "rule": "none"}
+            fit((f"{version}.safetensors",), options=Job(output=folder, bundle=True, **data, **QUIET, **overwrite))
         elif door == "evaluate":
             ood = ("far.npz",)[:version]
-            evaluate(EvaluateOptions(output=folder, test="test.npz", ood=ood, **OPENED, **overwrite))
+            options = EvaluateOptions(output=folder, test="test.npz", ood=ood, **OPENED, **overwrite)
+            evaluate(POSTERIOR, options=options)
         elif door == "demo":
             fake_demo(monkeypatch, version)
-            demo(DemoOptions(output=folder, **QUIET, **overwrite))
+            demo(output=folder, **QUIET, options=FolderOptions(**overwrite))
         elif door == "watch":
             x = np.random.default_rng(version).normal(size=(60, 4)).astype(np.float32)
             np.savez(f"new-{version}.npz", x=x)
-            watch(WatchCommandOptions(inputs=f"new-{version}.npz", log=folder / "watch.jsonl", **OPENED))
+            watch(POSTERIOR, f"new-{version}.npz", options=WatchOptions(log=folder / "watch.jsonl", **OPENED))
         else:
             fake_export(monkeypatch, version)
-            export(ExportOptions(onnx=folder / "model.onnx", **OPENED))
+            export(POSTERIOR, options=ExportOptions(onnx=folder / "model.onnx", **OPENED))
 
     return run
 
@@ -274,16 +281,16 @@ def test_a_log_and_a_page_never_share_a_file(tmp_path):
     np.savez("new.npz", x=np.zeros((9, 4), dtype=np.float32))
     for name in ("x.html", "x.HTML"):
         with pytest.raises(MolaError, match=r"must not end in \.html"):
-            watch(WatchCommandOptions(inputs="new.npz", log=tmp_path / name, **OPENED))
+            watch(POSTERIOR, "new.npz", options=WatchOptions(log=tmp_path / name, **OPENED))
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_an_earlier_fit_stay_with_the_fit_that_uses_them(tmp_path):
     networks = {"network": ("kind_classes:build",), "train": "train.npz", "rule": "evidence", **QUIET}
-    fit(Job(output=tmp_path / "f", bundle=True, weights=("0.safetensors",), **networks))
+    fit(("0.safetensors",), options=Job(output=tmp_path / "f", bundle=True, **networks))
     weights = tmp_path / "f" / "networks" / "0" / "model.safetensors"
     content = weights.read_bytes()
-    fit(Job(output=tmp_path / "f", weights=(str(weights),), **networks))
+    fit((str(weights),), options=Job(output=tmp_path / "f", **networks))
     assert weights.read_bytes() == content
     assert "saved posterior with networks" in refused(tmp_path / "f", lambda folder: posterior(0).save(folder))
 

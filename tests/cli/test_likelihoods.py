@@ -34,7 +34,7 @@ def fit(kind, *more):
 )
 def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     outcome = run("info", "posterior")
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert outcome.exit_code == 0, (outcome.output, outcome.output)
     text = " ".join(outcome.output.split())
     assert words in text
 
@@ -59,7 +59,7 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
         *("fit", "net.safetensors", "--network", "csv_networks:build", "--likelihood", "bernoulli", "--mode", "L"),
         *("--train", "images.csv", "--rule", "evidence", "--output", "posterior"),
     )
-    assert outcome.exit_code == LEFT_OUT, (outcome.output, outcome.exception)
+    assert outcome.exit_code == LEFT_OUT, (outcome.output, outcome.output)
     assert "gone.png: does not exist" in outcome.output
     folder = open_posterior(tmp_path / "posterior", trust=True)
     assert folder.classes == kind.names
@@ -78,7 +78,7 @@ def test_outputs_that_are_variances_are_no_targets(kind, tmp_path):
     command = ["fit", tmp_path / "net.safetensors", "--network", "means_and_variances:build", "--train", "train.npz"]
     command += ["--val", "val.npz", "--likelihood", "gaussian", "--location", LOCATION, "--scale", SCALE]
     outcome = run(*command, "--heteroscedastic", "--output", tmp_path / "posterior")
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert outcome.exit_code == 0, (outcome.output, outcome.output)
     assert "means and variances of 2 targets" in " ".join(outcome.output.split())
     assert run("predict", tmp_path / "posterior", "test.npz", "--output", tmp_path / "out.csv").exit_code == 0
     assert "mean_1" in (tmp_path / "out.csv").read_text().splitlines()[0].split(",")
@@ -88,7 +88,7 @@ def test_outputs_that_are_variances_are_no_targets(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_label_maps_are_averaged_and_exported(kind, tmp_path):
     outcome = fit(kind, "--rule", "nll", "--positions", "average", "--output", tmp_path / "posterior", "--json")
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert outcome.exit_code == 0, (outcome.output, outcome.output)
     assert json.loads(outcome.stdout)["result"]["train_count"] == 50
     posterior, (values, labels) = open_posterior(tmp_path / "posterior", trust=True).posterior, kind.data("train")
     data = [(values, labels.long())]
@@ -96,7 +96,7 @@ def test_label_maps_are_averaged_and_exported(kind, tmp_path):
     expected = expected.with_prior_precision(posterior.prior_precision)
     assert_close(posterior.log_evidence(), expected.log_evidence())
     outcome = run("export", tmp_path / "posterior", "--onnx", tmp_path / "maps.onnx", "--outputs", "probs")
-    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert outcome.exit_code == 0, (outcome.output, outcome.output)
     assert_close(mola.export.load(tmp_path / "maps.onnx")(values)["probs"], posterior.predict(values).probs)
 
 
@@ -115,5 +115,5 @@ WRONG_USE = {
 def test_wrong_use_is_refused_in_words(kind, case, tmp_path):
     outcome = fit(kind, "--output", tmp_path / "posterior", *WRONG_USE[case][1])
     assert outcome.exit_code != 0
-    assert WRONG_USE[case][2] in f"{outcome.output}{outcome.exception}"
+    assert WRONG_USE[case][2] in f"{outcome.output}{outcome.output}"
     assert not (tmp_path / "posterior" / "posterior.safetensors").exists()

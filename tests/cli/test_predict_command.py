@@ -20,7 +20,7 @@ from PIL import Image
 import molaplace as mola
 from molaplace.cli.decisions import outlier_threshold
 from molaplace.cli.folder import open_posterior
-from molaplace.cli.predict import run_predict, summary_sentence
+from molaplace.cli.predict import summary_sentence
 from molaplace.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.cli.fitted_folders import NAMES, draw, run
 from tests.closeness import assert_close
@@ -125,7 +125,7 @@ def test_numbers_are_equal_across_sources_and_batch_sizes(workspace, fitted, tmp
     expected = fitted.posterior.predict(workspace.inputs("test")[0])
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
         opened = replace(fitted, preprocessing=replace(fitted.preprocessing, batch_size=size))
-        result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
+        result = to_predict(opened, data, tmp_path / f"{number}.jsonl", probabilities=True)
         columns = read(tmp_path / f"{number}.jsonl")
         for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
             precision = "difference" if name in DIFFERENCES else "float32"
@@ -145,7 +145,7 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
         fitted, preprocessing=replace(fitted.preprocessing, batch_size=1)
     )  # the first batch has no usable input
     rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **rates))
+    result = to_predict(opened, str(folder), tmp_path / f"out.{ending}", **rates)
     rows = read(tmp_path / f"out.{ending}")
     left_out = result["left_out"][str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
@@ -157,7 +157,7 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
             assert rows[column][index] in (None, -1)
     assert result["count"] == 13
     with pytest.raises(mola.errors.DataError, match="00-corrupt"):
-        run_predict(opened, to_predict(str(folder), tmp_path / f"strict.{ending}", strict=True))
+        to_predict(opened, str(folder), tmp_path / f"strict.{ending}", strict=True)
     assert not list(tmp_path.glob("*strict*"))
 
 
@@ -165,7 +165,7 @@ def test_unusable_images_have_a_row_in_their_place(workspace, fitted, tmp_path, 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
 def test_decisions_in_rows_are_those_of_the_library(workspace, fitted, tmp_path, ending):
     rates = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **rates))
+    result = to_predict(fitted, "test.npz", tmp_path / f"out.{ending}", **rates)
     inputs, labels = workspace.inputs("val")
     known = fitted.posterior.predict(inputs)
     limit = mola.alarm_threshold(known.ood_score, 0.25)
@@ -234,8 +234,7 @@ def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
     before = {path: path.stat().st_mtime_ns for path in kind.root.rglob("*") if "__pycache__" not in path.parts}
     outcome = run("predict", "posterior", "test.npz", *WRONG_USE[case][1])
     assert outcome.exit_code == 1, outcome.output
-    assert isinstance(outcome.exception, mola.errors.MolaError)
-    assert WRONG_USE[case][2] in str(outcome.exception)
+    assert WRONG_USE[case][2] in str(outcome.output)
     after = {path: path.stat().st_mtime_ns for path in kind.root.rglob("*") if "__pycache__" not in path.parts}
     assert after == before
 
@@ -244,7 +243,7 @@ def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
 @pytest.mark.parametrize("ending", ["csv", "npz"])
 def test_a_file_appears_when_it_is_complete(workspace, fitted, tmp_path, ending, mola_command):
     with pytest.raises(mola.errors.DataError, match="the disk is gone"):
-        run_predict(fitted, to_predict(f"{workspace.module}:failing", tmp_path / f"out.{ending}"))
+        to_predict(fitted, f"{workspace.module}:failing", tmp_path / f"out.{ending}")
     assert list(tmp_path.iterdir()) == []
     (workspace.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
     arguments = ["predict", fitted.folder, "stopping:batches", "--output", tmp_path / f"out.{ending}", "--quiet"]
@@ -280,5 +279,5 @@ def test_networks_that_take_their_inputs_by_name(workspace, tmp_path):
     data = f"{workspace.module}:mappings"
     run_fit(job_for(workspace, train=data, val=data, link="mc", rule="none"), tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior", trust=True)
-    run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
+    to_predict(opened, data, tmp_path / "out.npz", probabilities=True)
     assert_close(read(tmp_path / "out.npz")["probs"], opened.posterior.predict(workspace.inputs("train")[0]).probs)

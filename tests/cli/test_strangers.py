@@ -105,7 +105,7 @@ def test_the_users_word_is_enough(download, consent):
         ("fit", {"train": "digits:train", "network": ["dl.evil:build"]}, "--network"),
         ("fit", {"train": "dl.evil:train", "network": ["mlp"]}, "--train"),
         ("fit", {"train": "digits:train", "network": ["mlp"], "outliers": "dl.evil:val"}, "--outliers"),
-        ("predict", {"inputs": "dl.evil:val"}, "INPUTS"),
+        ("predict", {"inputs": "dl.evil:val"}, "--inputs"),
         ("evaluate", {"test": "digits:test", "ood": ["digits:val", "dl.evil:val"]}, "--ood"),
         ("export", {"onnx": "x.onnx", "network": ["dl.evil:build"]}, "--network"),
     ],

@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import molaplace as mola
-from molaplace.cli import app
-from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
+from tests.cli.fitted_folders import run
 from tests.closeness import assert_close
 from tests.forked_python import run_team
-from tests.workspace import make_workspace, to_evaluate
+from tests.workspace import evaluated, make_workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300
@@ -39,7 +37,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "molaplace"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    single = CliRunner().invoke(app, [*options, "one"])
+    single = run(*options, "one")
     assert single.exit_code == 3, single.output
     command = [*several, *options, "two"]
     done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -64,13 +62,14 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
         ["predict", "two", data, "--probabilities", "--json", "--trust", "--output", output]
         for data, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
     )
-    alone = run_evaluate(open_posterior("two", trust=True), to_evaluate("test", "strange")).document()
+    alone = evaluated(open_posterior("two", trust=True), "test", "strange").document()
     for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either")):
         (tmp_path / f"{bad}.png").write_bytes(content)
-    evaluated, *predicted = run_commands([evaluate, pictures, arrays], tmp_path, **path)
-    check_evaluation(tmp_path, evaluated, alone)
+    report, *predicted = run_commands([evaluate, pictures, arrays], tmp_path, **path)
+    check_evaluation(tmp_path, report, alone)
     check_predictions(tmp_path, *predicted)
-    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    wrong = run("info", "two").stderr
     assert "molaplace info runs in one process, but torchrun started 2" in wrong
     assert "fit, predict, evaluate can run in several processes" in wrong
 
@@ -88,8 +87,8 @@ def run_commands(commands, folder, **environment):
 def check_predictions(root, pictures, arrays):
     """`torchrun -m molaplace predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
     for data, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
-        command = ["predict", "two", data, "--probabilities", "--json", "--trust", "--output", f"one-{output}"]
-        single = CliRunner().invoke(app, command)
+        command = ["predict", "two", data, "--probabilities", "--json", "--output", f"one-{output}"]
+        single = run(*command)
         assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
         assert single.exit_code == (3 if data == "test" else 0), single.output
         expected = json.loads(single.stdout)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from click.testing import CliRunner
 
 import molaplace as mola
-from molaplace.cli import app
-from molaplace.cli.processors import processors
 from molaplace.cli.terminal import showing_progress
+from tests.cli.fitted_folders import run
 from tests.forked_python import run_python
 
 
 def test_version():
-    outcome = CliRunner().invoke(app, ["--version"])
+    outcome = run("--version")
     assert (outcome.exit_code, outcome.stdout) == (0, f"molaplace {mola.__version__}\n")
 
 
@@ -30,34 +26,12 @@ def test_version():
     ids=" ".join,
 )
 def test_a_wrong_option_is_a_usage_error(arguments):
-    outcome = CliRunner().invoke(app, arguments)
+    outcome = run(*arguments)
     assert outcome.exit_code == 2
     assert "Usage" in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        ({"cpu.max": "200000 100000"}, 2),
-        ({"cpu.max": "150000 100000"}, 2),
-        ({"cpu.max": "max 100000"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ({}, 8),
-    ],
-    ids=str,
-)
-def test_threads_are_limited_to_the_processors_of_a_container(quota, expected, tmp_path, monkeypatch):
-    (tmp_path / "cpu").mkdir()
-    for name, text in quota.items():
-        (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert processors(tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    ("missing", "extra"), [("click", "cli"), ("rich", "cli"), ("matplotlib", "cli"), ("sklearn", "cli")]
-)
+@pytest.mark.parametrize(("missing", "extra"), [("cyclopts", "cli"), ("matplotlib", "cli"), ("sklearn", "cli")])
 def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     outcome = run_python(
         "-c",

@@ -9,9 +9,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 import molaplace as mola
-from molaplace.cli.watch_log import WatchLog
+from molaplace.cli.watch import validation_baseline
 from molaplace.monitoring.baseline import Baseline
 from molaplace.monitoring.watching import Watch
 from tests.cli.fitted_folders import draw
@@ -50,7 +51,7 @@ def test_the_log_and_the_page_hold_what_the_library_says(kind, watch_command, tm
         outcome = watch_command(usual(seed))
         assert outcome.exit_code == 0, outcome.output
     lines = lines_of(tmp_path / "watch.jsonl")
-    assert [line["size"] for line in lines] == [256, 144, 256, 144]
+    assert [line["size"] for line in lines] == [400, 400]
     assert lines[-1]["inputs"] == 800
 
     fitted = kind.open()
@@ -71,7 +72,7 @@ def test_the_log_and_the_page_hold_what_the_library_says(kind, watch_command, tm
     page = Page((tmp_path / "watch.html").read_text())
     assert "No alarm" in page.text
     assert "Expected accuracy of the last 800 inputs" in page.text
-    assert f"{len(lines)} batches" in page.text
+    assert "2 runs" in page.text
 
 
 @CLASSES
@@ -102,7 +103,7 @@ def test_three_lines_and_json(kind, tmp_path):
     assert (tmp_path / "log.html").read_text() == page, "the pictures stay"
     summary = json.loads(run_command(*command, "--json").stdout)
     assert (summary["inputs"], summary["alarm"]["raised"], summary["left_out"]) == (400, False, {})
-    assert len(lines_of(tmp_path / "log.jsonl")) == 2, "inputs are counted once"
+    assert len(lines_of(tmp_path / "log.jsonl")) == 1, "inputs are counted once"
 
 
 @CLASSES
@@ -114,8 +115,6 @@ def test_a_delivery_that_grows_is_counted_once(watch_command, tmp_path):
         assert watch_command(x[:count], log="grown.jsonl").exit_code == 0
     lines = lines_of(tmp_path / "grown.jsonl")
     assert [line["size"] for line in lines] == [100, 200, 100]
-    digests = {digest for line in lines for digest in line["digests"]}
-    assert digests == {digest for line in lines_of(tmp_path / "whole.jsonl") for digest in line["digests"]}
     assert Watch.load(grown).accuracy.value == pytest.approx(Watch.load(whole).accuracy.value)
     watch_command(x[::-1], log="grown.jsonl")
     assert Watch.load(grown).count == 800, "other contents under the same names are new inputs"
@@ -130,8 +129,6 @@ def test_a_folder_sorted_by_class_is_no_change(kind, watch_command, tmp_path):
     assert watch.update(posterior.predict(torch.from_numpy(x[order]))).alarm, "in the order of the folder, it is one"
     assert watch_command(x, log="shuffled.jsonl").exit_code == 0
     assert watch_command(x[order], log="sorted.jsonl").exit_code == 0
-    for line in lines_of(tmp_path / "sorted.jsonl"):
-        assert line["digests"] == sorted(line["digests"])
 
 
 @CLASSES
@@ -140,7 +137,7 @@ def test_an_alarm_of_low_scores_shows_its_inputs_and_doubts_the_accuracy(kind, t
     low = np.argsort(kind.open().posterior.predict(torch.from_numpy(many)).ood_score.numpy())[:200]
     np.savez(tmp_path / "new.npz", x=np.concatenate([many[low], usual(0)]))
     outcome = run_command("watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust")
-    assert outcome.exit_code == 3, outcome.exception
+    assert outcome.exit_code == 3, outcome.output
     _, accuracy, shown = outcome.stdout.splitlines()
     assert "After an alarm, check it with labels" in accuracy
     assert shown.startswith("Inputs of this run that are the strongest evidence of the change")
@@ -154,25 +151,21 @@ def test_an_alarm_of_low_scores_shows_its_inputs_and_doubts_the_accuracy(kind, t
 
 
 @CLASSES
-@pytest.mark.parametrize("moment", ["before the state", "before the line", "inside the line"])
-def test_a_killed_run_loses_nothing(watch_command, tmp_path, monkeypatch, moment):
+def test_a_killed_run_has_counted_nothing_and_a_run_writes_once(watch_command, tmp_path, monkeypatch):
     watch_command(usual(0), log="whole.jsonl")
     watch_command(usual(1), log="whole.jsonl")
     watch_command(usual(0))
+    writes = []
 
-    def die(*arguments):
-        raise SystemExit(9)
-
-    def write_half(self, line):
-        self._file.write(json.dumps(line).encode()[:50])
+    def die(*arguments, **settings):
+        writes.append(arguments)
         raise SystemExit(9)
 
     with monkeypatch.context() as patch:
-        if moment == "before the state":
-            patch.setattr("molaplace.cli.watch_log.write_folder", die)
-        else:
-            patch.setattr(WatchLog, "_append", die if moment == "before the line" else write_half)
-        assert watch_command(usual(1)).exit_code == 9
+        patch.setattr("molaplace.cli.watch.replacing", die)
+        assert watch_command(usual(1, 5000)).exit_code == 9
+    assert len(writes) == 1
+    assert len(lines_of(tmp_path / "watch.jsonl")) == 1
     assert watch_command(usual(1)).exit_code == 0
 
     def known(line):
@@ -196,17 +189,11 @@ def test_damage_and_mistakes_are_refused_in_words(watch_command, tmp_path):
         before = log.read_bytes()
         outcome = watch_command(usual(1), *more)
         assert outcome.exit_code == 1
-        assert words in str(outcome.exception), outcome.exception
+        assert words in outcome.stderr, outcome.stderr
         assert log.read_bytes() == before
 
-    log.write_bytes(b"{" + content)
-    refused("is damaged in line 1")
-    log.write_bytes(content.replace(b'"size": 256', b'"size": -1'))
-    refused("is damaged in line 1")
-    log.write_bytes(content.splitlines(keepends=True)[1])
-    refused("expected batch 1, got batch 2")
-    log.write_bytes(b"")
-    refused("does not fit")
+    log.write_bytes(b"my own notes\n" + content)
+    refused("changed since, so it is not replaced")
     log.write_bytes(content)
     refused("What differs: alpha (0.01, not 0.2).", "--alpha", "0.2")
     np.savez(tmp_path / "val.npz", x=usual(2, 120), y=np.arange(120) % 3)
@@ -214,12 +201,12 @@ def test_damage_and_mistakes_are_refused_in_words(watch_command, tmp_path):
     shutil.move(state, tmp_path / "elsewhere")
     refused("is missing")
     shutil.move(tmp_path / "elsewhere", state)
-    tensors = next(state.glob("*.safetensors"))
-    content = tensors.read_bytes()
-    tensors.write_bytes(content[:-9])
+    file = next(state.glob("*.safetensors"))
+    saved = file.read_bytes()
+    file.write_bytes(saved[:-9])
     refused("changed since, so it is not replaced")
-    tensors.write_bytes(content)
-    with WatchLog(log, Watch.load(state)):
+    file.write_bytes(saved)
+    with FileLock(tmp_path / ".watch.jsonl.lock"):
         refused("another process is writing")
     assert watch_command(usual(1)).exit_code == 0
 
@@ -236,7 +223,7 @@ def test_unusable_inputs_are_left_out_and_named(kind, tmp_path):
     assert lines_of(tmp_path / "log.jsonl")[-1]["inputs"] == 399
     assert run_command(*command, "--strict").exit_code == 1
     np.savez(tmp_path / "new.npz", x=np.full((3, 4), np.nan, dtype=np.float32))
-    assert "no usable inputs" in str(run_command(*command).exception)
+    assert "no usable inputs" in str(run_command(*command).output)
 
 
 @pytest.mark.parametrize("kind", ["labels", "regression", "maps"], indirect=True)
@@ -244,15 +231,15 @@ def test_other_outputs_are_watched_too(kind, tmp_path):
     np.savez(tmp_path / "new.npz", x=draw(kind.name, 360, 50)[0])
     command = ["watch", kind.posterior, tmp_path / "new.npz", "--log", tmp_path / "log.jsonl", "--trust"]
     if kind.name == "maps":
-        assert "--val must name labelled data for dense outputs" in str(run_command(*command).exception).replace(
+        assert "--val must name labelled data for dense outputs" in str(run_command(*command).output).replace(
             "val must", "--val must"
         )
     else:
         outcome = run_command(*command)
-        assert outcome.exit_code == 0, outcome.exception
+        assert outcome.exit_code == 0, outcome.output
         assert "cannot be estimated" in outcome.stdout
     outcome = run_command(*command[:4], tmp_path / "with-val.jsonl", "--trust", "--val", "val.npz", "--alpha", "0.001")
-    assert outcome.exit_code == 0, outcome.exception
+    assert outcome.exit_code == 0, outcome.output
     assert ("Expected accuracy" in outcome.stdout) == (kind.name != "regression")
     far = run_command(
         "watch", kind.posterior, "far.npz", *command[3:4], tmp_path / "with-val.jsonl", "--trust", "--val", "val.npz", "--alpha", "0.001"
@@ -267,7 +254,7 @@ def test_pictures_of_the_strangest_inputs(workspace, fitted, monkeypatch, tmp_pa
     outcome = run_command(
         "watch", fitted.folder, "test.npz", "--log", tmp_path / "log.jsonl", "--trust", "--recent", 50
     )
-    assert outcome.exit_code in (0, 3), outcome.exception
+    assert outcome.exit_code in (0, 3), outcome.output
     page = Page((tmp_path / "log.html").read_text())
     assert sum(reference.startswith("data:image/png;base64,") for reference in page.references) == 12
 
@@ -275,9 +262,7 @@ def test_pictures_of_the_strangest_inputs(workspace, fitted, monkeypatch, tmp_pa
 @CLASSES
 def test_the_stored_validation_columns_are_the_validation_data(kind):
     fitted = kind.open()
-    from molaplace.cli.watch import WatchCommandOptions, _baseline
-
-    stored = _baseline(fitted, WatchCommandOptions(posterior=kind.posterior, inputs="new.npz"))
+    stored = validation_baseline(fitted, None)
     read = Baseline.read(fitted.posterior, [kind.data("val")])
     assert stored.accuracy == read.accuracy
     assert stored.confidence.thresholds == pytest.approx(read.confidence.thresholds, abs=1e-6)

@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
-from molaplace.cli import app
 from molaplace.demo.run import ANGLES, NOISE, PATCHES, DemoSettings, rotated_by, run_demo, write_demo
+from tests.cli.fitted_folders import run
 from tests.pages import Page
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200)
@@ -96,8 +95,8 @@ def test_the_page_holds_every_figure_and_loads_nothing(runs, tmp_path):
 def test_the_command_prints_the_main_numbers_and_writes_the_page(runs, tmp_path, monkeypatch):
     made = {**runs[0].evaluation.made, "by": "molaplace demo --seed 7"}
     evaluation = replace(runs[0].evaluation, made=made)
-    monkeypatch.setattr("molaplace.cli.demo.run_demo", lambda settings, *_: replace(runs[0], evaluation=evaluation))
-    outcome = CliRunner().invoke(app, ["demo", "--seed", "7", "--output", str(tmp_path / "deep" / "out")])
+    monkeypatch.setattr("molaplace.demo.run.run_demo", lambda settings, *_: replace(runs[0], evaluation=evaluation))
+    outcome = run("demo", "--seed", "7", "--output", tmp_path / "deep" / "out")
     assert outcome.exit_code == 0, outcome.output
     for accuracy in labelled(evaluation, "test", "accuracy").values():
         assert f"{100 * accuracy:.2f}" in outcome.stdout

@@ -21,7 +21,20 @@ FLOORS = ("molaplace.report", "molaplace.cli", "molaplace.__main__", "molaplace_
 
 
 HEAVY = {
-    *("sklearn", "scipy", "matplotlib", "typer", "click", "rich", "torchmetrics", "pooch", "PIL", "onnx", "timm"),
+    *(
+        "sklearn",
+        "scipy",
+        "matplotlib",
+        "typer",
+        "click",
+        "cyclopts",
+        "rich",
+        "torchmetrics",
+        "pooch",
+        "PIL",
+        "onnx",
+        "timm",
+    ),
     *("transformers", "torchvision", "curvlinops", "gradio", "botorch", "gpytorch"),
 }
 

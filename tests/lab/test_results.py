@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from molaplace.cli.evaluate import run_evaluate
 from molaplace.cli.folder import open_posterior
 from molaplace.cli.job import Job
 from molaplace.errors import MolaWarning
@@ -24,7 +23,7 @@ from molaplace_lab.records import Store
 from molaplace_lab.suites.image_sources import split_validation
 from molaplace_lab.suites.registry import SUITES
 from tests.conftest import require_shared
-from tests.workspace import run_fit, to_evaluate
+from tests.workspace import evaluated, run_fit
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -113,7 +112,7 @@ def made_again(tmp_path_factory):
             warnings.simplefilter("ignore", MolaWarning)
             run_fit(job, root / "posterior")
             fitted = open_posterior(root / "posterior", trust=True)
-            return run_evaluate(fitted, to_evaluate(str(root / "report.npz"), str(root / "fashion.npz")))
+            return evaluated(fitted, str(root / "report.npz"), str(root / "fashion.npz"))
     finally:
         torch.set_default_dtype(dtype)
 

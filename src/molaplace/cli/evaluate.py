@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,23 +14,12 @@ from rich.markup import escape
 from torch import Tensor
 
 from molaplace.cli.decisions import CERTAINTY, default_alarm, make_decisions, outlier_threshold
-from molaplace.cli.folder import PosteriorFolder, open_posterior
-from molaplace.cli.options import (
-    MORE,
-    FolderOptions,
-    PosteriorOptions,
-    RunOptions,
-    as_document,
-    check_writable,
-    option,
-    to_toml,
-)
-from molaplace.cli.terminal import finish, showing_progress
+from molaplace.cli.folder import PosteriorFolder
 from molaplace.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.data.opening import are_same
 from molaplace.decisions.intervals import PredictionIntervals
 from molaplace.decisions.sets import PredictionSets
-from molaplace.distributed import Team, join
+from molaplace.distributed import Team
 from molaplace.errors import OptionError, warn
 from molaplace.evaluation import Columns, Evaluation, PredictionColumns, SetInfo, baselines, collect, compare, set_info
 from molaplace.evaluation.baselines import ENSEMBLE, LAPLACE, MIXTURE, SINGLE
@@ -40,77 +29,19 @@ from molaplace.evaluation.evaluate import made_by
 from molaplace.evaluation.results import interval_result, risk_curve, set_result
 from molaplace.network import IGNORE_INDEX
 from molaplace.posterior import MoLA
-from molaplace.progress import Progress, no_progress, part
+from molaplace.progress import Progress, no_progress
 from molaplace.report.comparison_tables import evaluation_tables
 from molaplace.report.tables import print_table
 from molaplace.report.words import evaluation_findings
 from molaplace.rules.held_out import POSITIONS_PER_INPUT, HeldOut
 from molaplace.rules.label_checks import check_class_order
 from molaplace.saving.bundle import SCORE
-from molaplace.saving.files import check_folder, replacing
 
 COVERAGE = 0.9
 """Coverage guaranteed for the prediction sets in the report."""
 
 ERROR_RATES = (0.01, 0.02, 0.05)
 """Error rates guaranteed for the decisions in the report."""
-
-DRAWING_BEGINS = 0.8
-"""Fraction of the total time that passes before the figures are drawn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(PosteriorOptions, RunOptions, FolderOptions):
-    """Options for `molaplace evaluate`."""
-
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
-    test: str = option(help="Labelled test data, in any form that `molaplace fit --train` accepts")
-    ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated")
-    output: Path = option(
-        Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o")
-    )
-    val: str | None = option(
-        None,
-        "Validation data for tuning temperatures, noise and LLLA",
-        panel=MORE,
-        default_text="validation data of the fit",
-    )
-    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-
-
-def evaluate(options: EvaluateOptions) -> None:
-    """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
-
-    Classification, including multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and for each class, plus
-    selective prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood: OOD
-    detection using every score of each method. All numbers come with standard errors. Dense outputs are evaluated at up to 256
-    positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file for
-    --config.
-
-        molaplace evaluate posterior --test images/test --ood images/strange
-    """
-    # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.report.writing import EVALUATION, PAGE, RUN_FILE, write_page, write_texts
-
-    output = options.output
-    check_writable(output)
-    check_folder(output, EVALUATION, (PAGE, RUN_FILE), overwrite=options.overwrite)
-    with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
-        progress("loading networks", 0.0)
-        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        evaluation = run_evaluate(fitted, options, part(progress, 0.0, DRAWING_BEGINS), team)
-        if not team.first:
-            return  # only rank 0 writes and prints
-        run = to_toml(as_document(options, "evaluate", output))
-        drawing = part(progress, DRAWING_BEGINS, 1.0)
-        with replacing(output, EVALUATION, (PAGE,), overwrite=True) as folder:  # as checked above
-            write_page(evaluation, folder, drawing)
-            write_texts({RUN_FILE: run}, folder)
-    if not options.quiet and not options.as_json:
-        print_summary(evaluation, output / PAGE)
-    finish(
-        SkippedInputs(evaluation.left_out), evaluation.document(), team, as_json=options.as_json, quiet=options.quiet
-    )
 
 
 def print_summary(evaluation: Evaluation, page: Path) -> None:
@@ -128,14 +59,17 @@ def print_summary(evaluation: Evaluation, page: Path) -> None:
 
 def run_evaluate(
     fitted: PosteriorFolder,
-    options: EvaluateOptions,
+    test: str,
+    ood: Sequence[str] = (),
+    *,
+    val: str | None = None,
+    strict: bool = False,
     progress: Progress = no_progress,
     team: Team | None = None,
 ) -> Evaluation:
     """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""
     began = time.perf_counter()
-    test = options.test
-    names = [test, *options.ood]
+    names = [test, *ood]
     posterior = fitted.posterior
     if len(set(names)) < len(names):
         raise OptionError(f"each data set can be given only once; got {', '.join(names)}. Remove the repeated name.")
@@ -147,17 +81,17 @@ def run_evaluate(
             progress(doing, (step + share) / (1 + len(names)))
 
         on_share(0.0)
-        return Loader(source, skipped, options.strict, labelled, on_share, team)
+        return Loader(source, skipped, strict, labelled, on_share, team)
 
-    warnings = _repeated_data(fitted, test, options.val)
+    warnings = _repeated_data(fitted, test, val)
     for warning in warnings:
         warn(warning)
     # All sets are opened first, so that a wrong name is reported immediately.
     sources = {name: fitted.open_dataset(name, labelled=name == test, by_user=True) for name in names}
-    tuned_on = options.val or fitted.job.val
+    tuned_on = val or fitted.job.val
     held_out = None
     if tuned_on is not None:
-        source = fitted.open_dataset(tuned_on, labelled=True, by_user=options.val is not None)
+        source = fitted.open_dataset(tuned_on, labelled=True, by_user=val is not None)
         validation = loader(source, "tuning", 0, labelled=True)
         held_out = posterior.read(validation, f"validation data {source.name}", labelled=True, team=team)
     outlier_loader = None
@@ -187,7 +121,7 @@ def run_evaluate(
         check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {sources[test].name}")
     return compare(
         test,
-        [_set_info(name, options, by_method[subject]) for name, by_method in columns.items()],
+        [_set_info(name, test, ood, by_method[subject]) for name, by_method in columns.items()],
         columns,
         methods,
         subject=subject,
@@ -207,10 +141,10 @@ def run_evaluate(
     )
 
 
-def _set_info(name: str, options: EvaluateOptions, columns: PredictionColumns) -> SetInfo:
+def _set_info(name: str, test: str, ood: Sequence[str], columns: PredictionColumns) -> SetInfo:
     last = Path(name).name
-    unique = [Path(other).name for other in options.ood].count(last) == 1
-    return set_info(name, last if last and unique else name, "test" if name == options.test else "outlier", columns)
+    unique = [Path(other).name for other in ood].count(last) == 1
+    return set_info(name, last if last and unique else name, "test" if name == test else "outlier", columns)
 
 
 def _notes_on_data(posterior: MoLA, held_out: HeldOut | None) -> list[str]:

@@ -16,18 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 
 import molaplace as mola
 from molaplace.cli.decisions import default_alarm
 from molaplace.cli.folder import move
-from molaplace.cli.info import print_information, read_information
 from molaplace.cli.job import NAME, Job
 from molaplace.cli.networks import PROCESSOR, BuiltNetworks, build_networks, is_folder
-from molaplace.cli.options import as_document, check_writable, to_toml
-from molaplace.cli.terminal import finish, showing_progress
+from molaplace.cli.options import to_toml
 from molaplace.data.dataset import Dataset, Loader, SkippedInputs
 from molaplace.data.image_files import ImageDataset, most_frequent_form
 from molaplace.data.opening import open_dataset
@@ -56,7 +52,7 @@ from molaplace.saving.bundle import (
     thinned,
     validation_columns,
 )
-from molaplace.saving.files import check_folder
+from molaplace.saving.files import check_folder, check_writable
 from molaplace.saving.posterior import KIND
 
 LAST = (FILE, NAME)
@@ -219,7 +215,7 @@ def _write(
     used = [str(place) if build is None else build for place, build in zip(places, builds, strict=True)]
     weights = tuple(str(place) for place, build in zip(places, builds, strict=True) if build and place)
     network = tuple(used[:1] if len(set(used)) == 1 else used)
-    options = as_document(replace(job, network=network, weights=weights), "fit", output)
+    options = replace(job, network=network, weights=weights)
     stored = {
         name: value for name, value in result.items() if name not in ("classes", "form", "inputs", "preprocessing")
     }
@@ -231,11 +227,11 @@ def _write(
         classes=data.classes or (),
         inputs=InputForm.of(data.first),
         preparation=data.preprocessing,
-        made=options | {"result": stored},
+        made=_from_anywhere(options).as_document() | {"result": stored},
     )
 
     def write(new: Path) -> None:
-        (new / NAME).write_text(to_toml(options), encoding="utf-8")
+        (new / NAME).write_text(to_toml(options.as_document()), encoding="utf-8")
         for index, name in enumerate(names):
             processor = Path(name).expanduser() / PROCESSOR
             if bundled and builds[index] is None and processor.is_file():
@@ -244,6 +240,14 @@ def _write(
     save_bundle(
         posterior, output, contents, columns, networks=bundled, build=builds, write=write, last=(NAME,), overwrite=True
     )  # as checked before the fit
+
+
+def _from_anywhere(job: Job) -> Job:
+    # The names of data, so that they are found from any folder.
+    def lasting(name: str | None) -> str | None:
+        return str(Path(name).resolve()) if name and Path(name).exists() else name
+
+    return replace(job, train=lasting(job.train), val=lasting(job.val), outliers=lasting(job.outliers))
 
 
 def _relative(path: Path | None, folder: Path) -> str | None:
@@ -352,36 +356,3 @@ def _find_heads(
             f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
         ) from error
     return [replace(head, ignore_index=job.ignore_index) for head in heads]
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def fit(options: Job) -> None:
-    """Fit a posterior to calibrate the confidence of trained networks.
-
-    Fits a Laplace approximation to the last layer of each network in one pass over the training data and tunes it on the
-    validation data. Writes a folder that the other commands open. Supports classification, multi-label classification, regression
-    and dense outputs. The validation data are also used to calibrate OOD alarms, selective prediction and conformal sets. The
-    networks are neither retrained nor changed.
-
-        molaplace fit a.pt b.pt --network my:net --train train.npz --val val.npz
-    """
-    from molaplace.distributed import join
-
-    with join() as team:
-        # Only one process writes and prints.
-        quiet = options.quiet or not team.first
-        as_json = options.as_json and team.first
-        with showing_progress(quiet=quiet) as progress:
-            summary = run_fit(options, progress, team)
-    if not quiet and not as_json:
-        folder = escape(str(options.output))
-        instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
-        console = Console(highlight=False)
-        print_information(console, read_information(options.output))
-        console.print(
-            f"Wrote [bold]{folder}[/bold]{instead}. Next: molaplace predict {folder} DATA -o predictions.csv",
-            soft_wrap=True,
-        )
-    finish(SkippedInputs(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)

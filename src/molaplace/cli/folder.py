@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from molaplace.cli.job import NAME, Job, job_of
 from molaplace.cli.networks import build_networks, is_folder
-from molaplace.cli.processors import limit_threads
+from molaplace.cli.terminal import limit_threads
 from molaplace.data.dataset import Dataset
 from molaplace.data.opening import open_dataset
 from molaplace.data.preprocessing import Preprocessing
@@ -35,7 +35,7 @@ class PosteriorFolder:
     posterior: MoLA
     preprocessing: Preprocessing
     job: Job
-    """Options of the fit, with paths relative to the current folder; the defaults if the folder was not written by `molaplace fit`."""
+    """Options of the fit; the defaults if the folder was not written by `molaplace fit`."""
     trust: bool = False
 
     @property
@@ -145,7 +145,8 @@ def _named_networks(path: Path, names: Sequence[str]) -> list[nn.Module]:
 def _job(bundle: Bundle) -> Job:
     made = bundle.contents.made
     if not made:
-        return Job(likelihood=bundle.posterior.likelihood.name)
+        likelihood: Any = bundle.posterior.likelihood.name
+        return Job(likelihood=likelihood)
     try:
         return job_of(made, bundle.folder / NAME)
     except OptionError as error:

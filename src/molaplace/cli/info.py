@@ -1,20 +1,17 @@
-"""`molaplace info`: show the contents of a folder that molaplace wrote."""
+"""The contents of a folder that molaplace wrote, in words, as `molaplace info` shows them."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from molaplace.cli.job import NAME, job_of
-from molaplace.cli.options import option
 from molaplace.errors import StorageError
 from molaplace.options import counted, listed
 from molaplace.saving.bundle import FILE, Contents, read_bundle
@@ -22,14 +19,6 @@ from molaplace.saving.files import MARKER, Marker, file_name, read_file, read_fo
 from molaplace.saving.posterior import LAST_LAYERS, SavedComponent, SavedMixture, SavedPosterior
 from molaplace.saving.schema import from_json
 from molaplace.structures.distance import COUNTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfoOptions:
-    """Options for `molaplace info`."""
-
-    posterior: Path = option(help="Folder written by molaplace, such as a posterior", argument=True)
-    as_json: bool = option(False, "Print the folder's document as JSON", flags=("--json",))
 
 
 @dataclass(frozen=True)
@@ -50,20 +39,6 @@ class Validation:
     outlier_threshold: float
     false_alarm_rate: float
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def info(options: InfoOptions) -> None:
-    """Show the tuning, contents and history of a posterior without loading its networks.
-
-    Also verifies the checksums of the files. Of other folders that molaplace wrote, such as pages and watches, the files are listed.
-
-        molaplace info posterior
-    """
-    information = read_information(options.posterior)
-    if options.as_json:
-        click.echo(json.dumps(information, indent=2, ensure_ascii=False))
-        return
-    print_information(Console(highlight=False), information)
 
 
 def read_information(folder: Path) -> dict[str, Any]:

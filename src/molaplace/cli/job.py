@@ -1,178 +1,141 @@
-"""A job: the options of `molaplace fit` as one value, stored in `job.toml` next to a posterior.
-
-Consent to run code (`--trust`) is never saved, because a file may come from a stranger.
-"""
+"""A job: the options of `molaplace fit` as one value, stored in `job.toml` next to a posterior."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
+from cyclopts import Group, Parameter
 
-from molaplace.cli.options import RUN, FolderOptions, RunOptions, option, read_options
-from molaplace.data.preprocessing import Preprocessing
+from molaplace.cli.options import (
+    RUN,
+    ClassNames,
+    FolderOptions,
+    Numbers,
+    RunOptions,
+    Size,
+    about,
+    parsed_options,
+    stored_options,
+    whole_number,
+)
 from molaplace.errors import OptionError
-from molaplace.images import NORMALISATIONS
-from molaplace.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
-from molaplace.links import LINKS
-from molaplace.network import IGNORE_INDEX
-from molaplace.rules import RULES, Outliers, Rule
-from molaplace.structures import STRUCTURES
+
+if TYPE_CHECKING:
+    from molaplace.data.preprocessing import Preprocessing
+    from molaplace.likelihoods import Likelihood
+    from molaplace.rules import Rule
 
 NAME = "job.toml"
 """Name of the job file next to a posterior."""
 
-RULE_NAMES = (*RULES, "outliers", "none")
+RuleName = Literal[
+    "threshold", "nll", "brier", "ece", "crps", "evidence", "distance", "calibrated", "temperature", "outliers", "none"
+]
 """Names of rules on the command line. "outliers" needs outlier data, and "none" leaves the prior precision unchanged."""
 
-WEIGHTINGS = ("uniform", "evidence", "stacking")
-
-MODES = ("RGB", "L")
-
-PREPARATION = "Preparation of images"
-METHOD = "Method"
-OTHER = "Regression and dense outputs"
+PREPARATION = Group("Preparation of images", sort_key=3)
+METHOD = Group("Method", sort_key=4)
+OTHER = Group("Regression and dense outputs", sort_key=5)
 """Headings in the help text."""
 
-
-def parse_numbers(value: Any) -> tuple[float, ...]:
-    """Return the numbers in a list or a comma-separated string."""
-    try:
-        return tuple(float(number) for number in _joined(value, ",").split(","))
-    except ValueError as error:
-        raise _invalid("numbers separated by commas, such as 0.5,0.5,0.5", value) from error
+Weights = Annotated[
+    tuple[str, ...], about("Weight files (safetensors or torch.save), one per network, or a folder of such files")
+]
 
 
-def parse_size(value: Any) -> int | tuple[int, int]:
-    """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
-    sides = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
-    if sides is None:
-        raise _invalid("a length in pixels, or a height and width such as 224x160", value)
-    return int(sides[1]) if sides[2] is None else (int(sides[1]), int(sides[2]))
+def _default(text: str) -> Any:
+    # Show this text as the default value.
+    return lambda _: text
 
 
-def _joined(value: Any, separator: str) -> str:
-    # Return a value from a run file in the form used on the command line.
-    return separator.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _invalid(expected: str, value: Any) -> click.BadParameter:
-    return click.BadParameter(f"expected {expected}; got {value!r}.")
-
-
-def parse_class_names(value: Any) -> int | tuple[str, ...]:
-    """Return the number of classes, or the class names read from a list, a comma-separated string or the lines of a file."""
-    if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
-        return int(value)
-    entries = value
-    if isinstance(value, str):
-        try:
-            entries = Path(value).read_text(encoding="utf-8").splitlines()
-        except OSError:  # the file does not exist, or the string is too long for a file name
-            entries = value.split(",")
-    names = tuple(name.strip() for name in entries if name.strip())
-    if len(set(names)) != len(names) or len(names) < 2:
-        expected = "a number, two or more different names separated by commas, or a file with one name on each line"
-        raise _invalid(expected, value)
-    return names
-
-
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Job(RunOptions, FolderOptions):
     """Options for `molaplace fit`. Those that do not affect the posterior are not stored."""
 
-    weights: tuple[str, ...] = option(
-        (),
-        "Weight files (safetensors or torch.save), one per network, or a folder of such files",
-        argument=True,
-        is_path=True,
+    weights: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
+    network: Annotated[
+        tuple[str, ...], about("Network: module:function, a Hugging Face folder or mlp. Can be repeated")
+    ] = ()
+    train: Annotated[
+        str | None,
+        about(
+            "Training data: a folder with one subfolder of images per class, .npz, .csv, module:function, or digits:train"
+        ),
+    ] = None
+    val: Annotated[str | None, about("Validation data, in the same formats")] = None
+    likelihood: Annotated[
+        Literal["categorical", "bernoulli", "gaussian"],
+        about("Meaning of the outputs: classes, several labels (bernoulli) or regression (gaussian)"),
+    ] = "categorical"
+    rule: Annotated[RuleName | None, about("Tuning rule", show_default=_default("calibrated; regression: nll"))] = None
+    classes: Annotated[ClassNames, about("Class names in output order (a,b,c or a file), or the number of classes")] = (
+        None
     )
-    network: tuple[str, ...] = option(
-        (), "Network: module:function, a Hugging Face folder or mlp. Can be repeated", is_path=True
-    )
-    train: str | None = option(
-        None,
-        "Training data: a folder with one subfolder of images per class, .npz, .csv, module:function, or digits:train",
-        is_path=True,
-    )
-    val: str | None = option(None, "Validation data, in the same formats", is_path=True)
-    likelihood: str = option(
-        CATEGORICAL.name,
-        "Meaning of the outputs: classes, several labels (bernoulli) or regression (gaussian)",
-        choices=LIKELIHOODS,
-    )
-    rule: str | None = option(
-        None,
-        "Tuning rule",
-        choices=RULE_NAMES,
-        default_text=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
-    )
-    classes: int | tuple[str, ...] | None = option(
-        None, "Class names in output order (a,b,c or a file), or the number of classes", parse=parse_class_names
-    )
-    output: Path = option(Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), stored=False)
-    strict: bool = option(False, "Stop at the first input that cannot be used")
-    trust: bool = option(False, "Trust the --config file: import and run the functions that it names", stored=False)
+    output: Annotated[Path, about("Folder for the posterior", name=("--output", "-o"))] = Path("posterior")
+    strict: Annotated[bool, about("Stop at the first input that cannot be used")] = False
+    trust: Annotated[
+        bool, about("Trust the --config file: import and run the functions that it names", negative="")
+    ] = False
 
-    resize: int | tuple[int, int] | None = option(
-        None, "Length of the shorter side (256), or height and width (32x32)", panel=PREPARATION, parse=parse_size
-    )
-    crop: int | None = option(None, "Side length of the square crop from the centre", panel=PREPARATION, minimum=1)
-    mode: str | None = option(None, "Colour, or L for greyscale [default: detected]", panel=PREPARATION, choices=MODES)
-    normalise: str | None = option(
-        None,
-        "Normalisation of x / 255 (alias: --normalize)",
-        panel=PREPARATION,
-        choices=NORMALISATIONS,
-        flags=("--normalise", "--normalize"),
-    )
-    mean: tuple[float, ...] | None = option(
-        None,
-        "Mean of pixels, such as 0.5 or 0.49,0.48,0.45; with --std, used instead of --normalise",
-        panel=PREPARATION,
-        parse=parse_numbers,
-    )
-    std: tuple[float, ...] | None = option(None, "Standard deviation of pixels", panel=PREPARATION, parse=parse_numbers)
-    workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
+    resize: Annotated[Size, about("Length of the shorter side (256), or height and width (32x32)", PREPARATION)] = None
+    crop: Annotated[
+        int | None, whole_number(1), about("Side length of the square crop from the centre", PREPARATION)
+    ] = None
+    mode: Annotated[
+        Literal["RGB", "L"] | None, about("Colour, or L for greyscale", PREPARATION, show_default=_default("detected"))
+    ] = None
+    normalise: Annotated[
+        Literal["none", "cifar10", "imagenet"] | None,
+        about("Normalisation of x / 255", PREPARATION, name=("--normalise", "--normalize")),
+    ] = None
+    mean: Annotated[
+        Numbers,
+        about("Mean of pixels, such as 0.5 or 0.49,0.48,0.45; with --std, used instead of --normalise", PREPARATION),
+    ] = None
+    std: Annotated[Numbers, about("Standard deviation of pixels", PREPARATION)] = None
+    workers: Annotated[int, whole_number(1), about("Number of threads that decode images", PREPARATION)] = 2
 
-    structure: str = option("kron", "Covariance structure", panel=METHOD, choices=STRUCTURES)
-    link: str = option("probit", "Link", panel=METHOD, choices=LINKS)
-    mixing: str = option("uniform", "Mixture weights", panel=METHOD, choices=WEIGHTINGS)
-    head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD)
-    prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
-    threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
-    price: float | None = option(
-        None,
-        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %",
-        panel=METHOD,
-    )
-    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, is_path=True)
-    distances: bool = option(True, "Compute class distances; --no-distances saves memory", panel=METHOD)
+    structure: Annotated[
+        Literal["kron", "kron-exact", "kron-diag", "diag", "full"], about("Covariance structure", METHOD)
+    ] = "kron"
+    link: Annotated[Literal["probit", "probit-centred", "mean-field", "bridge", "mc"], about("Link", METHOD)] = "probit"
+    mixing: Annotated[Literal["uniform", "evidence", "stacking"], about("Mixture weights", METHOD)] = "uniform"
+    head: Annotated[str | None, about("Name of the last layer", METHOD, show_default=_default("detected"))] = None
+    prior_precision: Annotated[float, about("Prior precision for --rule none", METHOD)] = 1.0
+    threshold: Annotated[float | None, about("Minimum mean confidence, for --rule threshold", METHOD)] = None
+    price: Annotated[
+        float | None,
+        about("Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %", METHOD),
+    ] = None
+    outliers: Annotated[str | None, about("OOD data for --rule outliers", METHOD)] = None
+    distances: Annotated[bool, about("Compute class distances; --no-distances saves memory", METHOD)] = True
 
-    noise: tuple[float, ...] | None = option(
-        None, "Regression: standard deviation of the noise [default: estimated]", panel=OTHER, parse=parse_numbers
-    )
-    location: tuple[float, ...] | None = option(
-        None, "Regression: mean of the targets", panel=OTHER, parse=parse_numbers
-    )
-    scale: tuple[float, ...] | None = option(
-        None, "Regression: standard deviation of the targets", panel=OTHER, parse=parse_numbers
-    )
-    heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
-    positions: str = option("all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER)
-    ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
+    noise: Annotated[
+        Numbers, about("Regression: standard deviation of the noise", OTHER, show_default=_default("estimated"))
+    ] = None
+    location: Annotated[Numbers, about("Regression: mean of the targets", OTHER)] = None
+    scale: Annotated[Numbers, about("Regression: standard deviation of the targets", OTHER)] = None
+    heteroscedastic: Annotated[bool, about("Regression: networks output log-variances after the means", OTHER)] = False
+    positions: Annotated[str, about("Dense outputs: positions to use (all, average, or a number)", OTHER)] = "all"
+    ignore_index: Annotated[int, whole_number(), about("Dense outputs: label to ignore", OTHER)] = -100
 
-    batch_size: int = option(256, "Inputs per batch", panel=RUN, minimum=1)
-    seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
-    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
-    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, stored=False)
-    checkpoint: Path | None = option(
-        None, "Folder for checkpoints, from which an interrupted fit can resume", panel=RUN, stored=False
+    batch_size: Annotated[int, whole_number(1), about("Inputs per batch", RUN)] = 256
+    seed: Annotated[int, whole_number(0, 2**63 - 1), about("Random seed", RUN)] = 0
+    device: Annotated[str, about("Device to compute on, such as cuda", RUN)] = "cpu"
+    bundle: Annotated[bool, about("Copy the weights into the folder, so that it can be moved", RUN, negative="")] = (
+        False
     )
+    checkpoint: Annotated[
+        Path | None, about("Folder for checkpoints, from which an interrupted fit can resume", RUN)
+    ] = None
+
+    def as_document(self) -> dict[str, Any]:
+        """Return the document of the run file; the folder of the posterior is not stored in it."""
+        return stored_options("fit", self, output=None)
 
     def prepare(self, hints: Preprocessing) -> Preprocessing:
         """Return the preparation of inputs that the options specify; those that are omitted are the networks' own."""
@@ -181,6 +144,8 @@ class Job(RunOptions, FolderOptions):
 
     def make_likelihood(self) -> Likelihood:
         """Return the likelihood with its settings."""
+        from molaplace.likelihoods import Gaussian, as_likelihood
+
         likelihood = as_likelihood(self.likelihood)
         settings = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
         settings = {name: value for name, value in settings.items() if value not in (None, False)}
@@ -193,6 +158,8 @@ class Job(RunOptions, FolderOptions):
     @property
     def rule_name(self) -> str:
         """Name of the rule; by default, the likelihood's default rule."""
+        from molaplace.likelihoods import LIKELIHOODS
+
         return self.rule or LIKELIHOODS[self.likelihood].default_rule
 
     def make_rule(self, outliers: Iterable[Any] | None = None) -> Rule | None:
@@ -200,6 +167,8 @@ class Job(RunOptions, FolderOptions):
 
         `outliers` are needed when the rule "outliers" is applied, not when the options are checked.
         """
+        from molaplace.rules import RULES, Outliers
+
         name = self.rule_name
         settings = {"confidence": ("--threshold", self.threshold), "price": ("--price", self.price)}
         values = {field: value for field, (_, value) in settings.items() if value is not None}
@@ -222,5 +191,10 @@ class Job(RunOptions, FolderOptions):
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:
-    """Return the job stored in a document; paths are relative to the folder that contains the file `path`."""
-    return Job(**read_options(document, Job, "fit", path))
+    """Return the job in the document of a run file, which the file `path` holds."""
+
+    def fit(weights: Weights = (), *, options: Job = Job()) -> None:  # noqa: B008  (frozen)
+        pass
+
+    arguments = parsed_options(fit, document, path)
+    return replace(arguments.get("options", Job()), weights=arguments.get("weights", ()))

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from molaplace.cli.processors import limit_threads
+from molaplace.cli.terminal import limit_threads
 from molaplace.data.digits import digits_network
 from molaplace.data.preprocessing import Preprocessing
 from molaplace.errors import MolaError, OptionError, StorageError, importing

@@ -1,237 +1,198 @@
-"""Options of commands. A field of a dataclass declares an option once: its flag, its help, its check and its key in the run file.
+"""What the options of several commands share: their types, the run file that repeats a command, and consent to run code it names.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        seed: int = option(0, "Random seed", minimum=0)
-
-`parameters` turns the fields into parameters of click. A command writes its options to a TOML file, from which `--config` repeats
-the run. Paths declared with `is_path=True` are stored relative to this file, so that it can be moved with the files it names.
+A command is a function. Its arguments, and the fields of its dataclass of options, are the flags, the help and the keys of the run file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
+import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
-import click
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter, Token
+from cyclopts.config import Dict
+from cyclopts.validators import Number
 
 from molaplace import __version__
 from molaplace.errors import OptionError
-from molaplace.imported import is_path
-from molaplace.options import did_you_mean, one_of
+from molaplace.imported import require_trust
 
-RUN = "Run"
-MORE = "More options"
-DECISIONS = "Decisions, calibrated on the validation data"
+OPTIONS = Group("Options", sort_key=0)
+MORE = Group("More options", sort_key=1)
+DECISIONS = Group("Decisions, calibrated on the validation data", sort_key=2)
+RUN = Group("Run", sort_key=9)
 """Headings in the help text."""
 
-NAMES = ("mlp",)
-"""Names of networks that could be names of files."""
+DEFAULT = Parameter(negative_iterable="", negative_none="", allow_repeating=True)
+"""Lists and values that may be None have no negated flags, and the last of several values counts."""
+
+UNSTORED = ("quiet", "as_json", "config", "trust", "overwrite", "bundle", "checkpoint")
+"""Options that a run file neither stores nor sets. Consent to run code is among them, because a file may come from a stranger."""
 
 
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    flags: tuple[str, ...] = (),
-    argument: bool = False,
-    panel: str = "",
-    default_text: str = "",
-    choices: Collection[str] = (),
-    parse: Callable[[Any], Any] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    is_path: bool = False,
-    stored: bool = True,
-) -> Any:
-    """Return a dataclass field that declares an option; without a default, the option is required.
-
-    Args:
-        default: default value.
-        help: one or two short lines without a full stop.
-        flags: flags for the option; by default, the name of the field, written with hyphens.
-        argument: whether the value is given without a flag.
-        panel: heading under which the help lists the option. Common options have no heading and come first.
-        default_text: text that the help shows instead of the default value.
-        choices: names that are allowed; all if empty.
-        parse: function that converts the text from the command line, or a list from a run file. It returns converted values
-            unchanged, and raises `click.BadParameter` for invalid values.
-        minimum: least value.
-        maximum: largest value.
-        is_path: whether values may be paths.
-        stored: whether the option is stored in the run file.
-    """
-    settings = {name: value for name, value in locals().items() if name != "default"}
-    return field(default=default, metadata=settings)
+# --- types of values -------------------------------------------------------------------------------------------------
 
 
-def parameters(kind: type) -> list[click.Parameter]:
-    """Return a parameter of click for each field of a dataclass of options."""
-    hints = get_type_hints(kind)
-    return [_parameter(declared, _plain_type(hints[declared.name])) for declared in fields(kind)]
+def about(text: str, group: Group = OPTIONS, **settings: Any) -> Parameter:
+    """Return a description of an option: its help, its heading, and other settings of `cyclopts.Parameter`."""
+    return Parameter(help=text, group=group, **settings)
 
 
-def _plain_type(hint: Any) -> type:
-    # Return str for "str | None" and tuple for "tuple[str, ...]".
-    if get_origin(hint) is UnionType:
-        hint = get_args(hint)[0]
-    return get_origin(hint) or hint
+def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+    if not re.fullmatch(r"-?[0-9]+", tokens[0].value):
+        raise ValueError(f"expected a whole number; got {tokens[0].value!r}")
+    return int(tokens[0].value)
 
 
-def _parameter(declared: Field[Any], kind: type) -> click.Parameter:
-    settings = declared.metadata
-    required = declared.default is MISSING
-    several = kind is tuple and settings["parse"] is None
-    common: dict[str, Any] = {"type": _click_type(kind, settings), "metavar": "TEXT" if settings["parse"] else None}
-    common |= {"required": True} if required else {"default": declared.default}
-    if settings["argument"]:
-        parameter: click.Parameter = click.Argument([declared.name], nargs=-1 if several else 1, **common)
-        parameter.text = settings["help"]  # type: ignore[attr-defined]
-    else:
-        name = declared.name.replace("_", "-")
-        negated = kind is bool and (declared.default is True or settings["stored"])  # overrides a run file
-        flags = settings["flags"] or (f"--{name}/--no-{name}" if negated else f"--{name}",)
-        common |= {"is_flag": True} if kind is bool else {"multiple": several}
-        common |= {"help": settings["help"], "show_default": settings["default_text"] or True}
-        parameter = click.Option([declared.name, *flags], **common)
-    parameter.panel = settings["panel"]  # type: ignore[attr-defined]
-    return parameter
+def whole_number(least: int | None = None, most: int | None = None) -> Parameter:
+    """Return the type of whole numbers between two bounds."""
+    return Parameter(converter=_whole, validator=Number(gte=least, lte=most), allow_leading_hyphen=True)
 
 
-class _Choice(click.Choice[Any]):
-    # Add a hint to the message for an unknown name.
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    text = _joined(tokens, ",")
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"expected numbers separated by commas, such as 0.5,0.5,0.5; got {text!r}") from error
+
+
+def _size(kind: Any, tokens: Sequence[Token]) -> int | tuple[int, int]:
+    text = _joined(tokens, "x")
+    sides = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", text.lower())
+    if sides is None:
+        raise ValueError(f"expected a length in pixels, or a height and width such as 224x160; got {text!r}")
+    return int(sides[1]) if sides[2] is None else (int(sides[1]), int(sides[2]))
+
+
+def _names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(name.strip() for name in _joined(tokens, ",").split(","))
+
+
+def _class_names(kind: Any, tokens: Sequence[Token]) -> int | tuple[str, ...]:
+    texts = [token.value for token in tokens]
+    if len(texts) == 1:
+        if texts[0].isascii() and texts[0].isdigit():
+            return int(texts[0])
         try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            raise click.BadParameter(error.message + did_you_mean(value, list(self.choices)), ctx, param) from error
+            texts = Path(texts[0]).read_text(encoding="utf-8").splitlines()
+        except OSError:  # the file does not exist, or the string is too long for a file name
+            texts = texts[0].split(",")
+    names = tuple(name.strip() for name in texts if name.strip())
+    if len(set(names)) != len(names) or len(names) < 2:
+        raise ValueError(
+            "expected a number, two or more different names separated by commas, or a file with one name on each line; got "
+            f"{','.join(texts)[:60]!r}"
+        )
+    return names
 
 
-def _click_type(kind: type, settings: Mapping[str, Any]) -> Any:
-    if settings["parse"] is not None:
-        return settings["parse"]
-    if settings["choices"]:
-        return _Choice(list(settings["choices"]))
-    if settings["minimum"] is not None:
-        return click.IntRange(settings["minimum"], settings["maximum"])
-    return click.STRING if kind is tuple else kind
+def _joined(tokens: Sequence[Token], separator: str) -> str:
+    # Return a list of a run file as it is written on the command line.
+    return separator.join(token.value for token in tokens)
 
 
-def label(parameter: click.Parameter) -> str:
-    """Return the name of a parameter on the command line, such as "--rule" or "WEIGHTS"."""
-    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+def _parsed_by(converter: Callable[..., Any]) -> Parameter:
+    return Parameter(converter=converter, n_tokens=1, accepts_keys=False, allow_leading_hyphen=True)
 
 
-# --- options of several commands -----------------------------------------------------------------------------------------
+Numbers = Annotated[Any, _parsed_by(_numbers)]
+Size = Annotated[Any, _parsed_by(_size)]
+Names = Annotated[Any, _parsed_by(_names)]
+ClassNames = Annotated[Any, _parsed_by(_class_names)]
 
 
+# --- options of several commands -------------------------------------------------------------------------------------
+
+
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options for commands that run long computations, and write a summary and a run file."""
+    """Options of commands that run long computations."""
 
-    quiet: bool = option(False, "Print nothing", panel=RUN, stored=False)
-    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, stored=False)
-    config: Path | None = option(
-        None, "TOML file with the options of an earlier run; flags override it", panel=RUN, stored=False
-    )
-
-    def __post_init__(self) -> None:
-        """Raise `OptionError` for text that cannot be written to the run file, such as the name of a file in Latin-1."""
-        for declared in fields(self):
-            value = getattr(self, declared.name)
-            for text in value if isinstance(value, tuple) else (value,):
-                try:
-                    str(text).encode()
-                except UnicodeEncodeError as error:
-                    shown = os.fsencode(str(text)).decode(errors="backslashreplace")
-                    raise OptionError(
-                        f"must be valid UTF-8, so that it can be stored and printed; got {shown!r}. Rename the file or folder.",
-                        argument=declared.name,
-                    ) from error
+    quiet: Annotated[bool, about("Print nothing", RUN, negative="")] = False
+    as_json: Annotated[bool, about("Print only a summary as JSON", RUN, name="--json", negative="")] = False
+    config: Annotated[Path | None, about("TOML file with the options of an earlier run; flags override it", RUN)] = None
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class FolderOptions:
-    """Options for commands that write a folder."""
+    """Options of commands that write a folder."""
 
-    overwrite: bool = option(
-        False,
-        "Write to a folder with other files: keep yours, and replace what molaplace wrote",
-        panel=RUN,
-        stored=False,
-    )
+    overwrite: Annotated[
+        bool, about("Write to a folder with other files: keep yours, replace what molaplace wrote", RUN, negative="")
+    ] = False
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PosteriorOptions:
-    """Options for commands that open a posterior's folder."""
+    """Options of commands that open a posterior's folder."""
 
-    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN)
-    network: tuple[str, ...] = option(
-        (), "Networks, named as in `molaplace fit`", panel=MORE, default_text="the networks named in the folder"
+    device: Annotated[str, about("Device to compute on, such as cuda", RUN)] = "cpu"
+    network: Annotated[
+        tuple[str, ...],
+        about("Networks, named as in `molaplace fit`", MORE, show_default=lambda _: "those named in the folder"),
+    ] = ()
+    trust: Annotated[bool, about("Trust the folder: import and run the functions that it names", MORE, negative="")] = (
+        False
     )
-    trust: bool = option(
-        False, "Trust the folder: import and run the functions that it names", panel=MORE, stored=False
-    )
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DecisionOptions:
-    """Options for commands that make calibrated decisions."""
+    """Options of commands that make calibrated decisions."""
 
-    false_alarm_rate: float | None = option(
-        None, "Fraction of in-distribution inputs that may be flagged as OOD", default_text="0.05", panel=DECISIONS
+    false_alarm_rate: Annotated[
+        float | None,
+        about(
+            "Fraction of in-distribution inputs that may be flagged as OOD", DECISIONS, show_default=lambda _: "0.05"
+        ),
+    ] = None
+    error_rate: Annotated[float | None, about("Selective prediction: maximum fraction of wrong answers", DECISIONS)] = (
+        None
     )
-    error_rate: float | None = option(None, "Selective prediction: maximum fraction of wrong answers", panel=DECISIONS)
-    certainty: float | None = option(None, "Confidence level for --error-rate", default_text="0.95", panel=DECISIONS)
-    coverage: float | None = option(
-        None,
-        "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",
-        panel=DECISIONS,
-    )
+    certainty: Annotated[
+        float | None, about("Confidence level for --error-rate", DECISIONS, show_default=lambda _: "0.95")
+    ] = None
+    coverage: Annotated[
+        float | None,
+        about(
+            "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",
+            DECISIONS,
+        ),
+    ] = None
 
     def rates(self) -> dict[str, Any]:
         """Return the arguments for `molaplace.cli.decisions.make_decisions`."""
-        names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
-        return {name: getattr(self, name) for name in names}
+        return {field.name: getattr(self, field.name) for field in fields(DecisionOptions)}
 
 
-# --- run files ----------------------------------------------------------------------------------------------------------
+# --- run files -------------------------------------------------------------------------------------------------------
 
 
-def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
-    """Return the options as plain values, with paths relative to the folder of the run file. Options that are None are omitted."""
-    values: dict[str, Any] = {}
-    for declared in fields(options):
-        value = getattr(options, declared.name)
-        if declared.metadata["stored"] and value is not None:
-            values[declared.name] = _plain(value, folder.resolve() if declared.metadata["is_path"] else None)
-    return {"command": command, "molaplace": __version__, "options": values}
+def stored_options(command: str, options: Any, **arguments: Any) -> dict[str, Any]:
+    """Return the document of a run file: the command, and its options and arguments that are not None, as plain values."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)} | arguments
+    kept = {name: _plain(value) for name, value in values.items() if name not in UNSTORED and value is not None}
+    return {"command": command, "molaplace": __version__, "options": kept}
 
 
-def _plain(value: Any, folder: Path | None) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(part, folder) for part in value]
-    if folder is not None and _may_be_path(str(value)):
-        path = Path(value).expanduser().resolve()
-        return Path(os.path.relpath(path, folder)).as_posix() if path.drive == folder.drive else str(path)
+        return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _may_be_path(value: str) -> bool:
-    # All names without a colon are paths, so that a missing file is never looked up in the current folder.
-    return is_path(value) or (":" not in value and value not in NAMES)
-
-
 def to_toml(document: Mapping[str, Any]) -> str:
-    """Format a document from `as_document` as TOML."""
+    """Format a document from `stored_options` as TOML."""
     lines = [f"{name} = {_toml(value)}" for name, value in document.items() if name != "options"]
     lines += ["", "[options]", *(f"{name} = {_toml(value)}" for name, value in document["options"].items())]
     return "\n".join(lines) + "\n"
@@ -252,52 +213,57 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise OptionError(f"{path} is not a valid TOML file: {error}.") from error
 
 
-def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
-    """Return the checked options from a run file, with paths relative to the current folder."""
+def read_run_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give the options that the command line omits the values of the file that `--config` names, once all text was checked."""
+    given = {argument.name: argument for argument in arguments}
+    for argument in arguments:
+        for token in argument.tokens:
+            _check_text(argument.name, token.value)
+    if "--config" in given and given["--config"].tokens:
+        path = Path(given["--config"].tokens[0].value)
+        path = path / "job.toml" if path.is_dir() else path
+        set_options(app, commands, arguments, read_toml(path), path)
+        trust = bool(given["--trust"].tokens)
+        for argument in arguments:
+            from_file = [token.value for token in argument.tokens if token.source == str(path)]
+            require_trust(from_file, path, argument.name, trust=trust)
+
+
+def set_options(
+    app: App, commands: tuple[str, ...], arguments: ArgumentCollection, document: Mapping[str, Any], path: Path
+) -> None:
+    """Give the arguments that have no value those of a run file's document."""
     options = document.get("options")
-    if document.get("command") != command or not isinstance(options, dict):
+    if document.get("command") != commands[-1] or not isinstance(options, dict):
         raise OptionError(
-            f'{path} is not a run file for `molaplace {command}`: expected command = "{command}" and an [options] table.'
+            f'{path} is not a run file for `molaplace {commands[-1]}`: expected command = "{commands[-1]}" and an [options] table.'
         )
-    declared = {
-        field.name: (parameter, field.metadata["is_path"])
-        for field, parameter in zip(fields(kind), parameters(kind), strict=True)
-        if field.metadata["stored"]
-    }
-    context = click.Context(click.Command(command))
-    values = {}
-    for key, value in options.items():
-        name = one_of(key.replace("-", "_"), declared, f"{path}: an option")
-        parameter, may_be_path = declared[name]
-        text: Any = [str(part) for part in value] if isinstance(value, list) else str(value)
-        if parameter.multiple or parameter.nargs == -1:
-            text = text if isinstance(text, list) else [text]
-        try:
-            converted = parameter.type_cast_value(context, text)
-        except click.UsageError as error:
-            raise OptionError(f"{path}: {name}: {error.message}") from error
-        values[name] = _relocated(converted, path.parent) if may_be_path else converted
-    return values
+    refused = [name for name in UNSTORED if name in options]
+    if refused:
+        raise OptionError(f"{path} sets {refused[0]}, which only the command line can. Remove it from the file.")
+    Dict(options, use_commands_as_keys=False, source=str(path))(app, commands, arguments)
 
 
-def _relocated(value: Any, folder: Path) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_relocated(part, folder) for part in value)
-    return os.path.normpath(folder / Path(value).expanduser()) if _may_be_path(value) else value
+def parsed_options(function: Callable[..., Any], document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the arguments with which a run file's document calls the function of its command."""
 
+    def read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        set_options(app, (function.__name__,), arguments, document, path)
 
-# --- output paths -------------------------------------------------------------------------------------------------------
-
-
-def check_writable(path: Path) -> None:
-    """Raise `OptionError` before any work begins if a file or folder cannot be created."""
-    parents = (path, *path.absolute().parents)
-    above = next(parent for parent in parents if parent.is_dir() or (parent != path and parent.exists()))
+    app = App(config=read, default_parameter=DEFAULT)
+    app.default(function)
     try:
-        # os.access is not reliable: for root, it reports that /proc is writable.
-        with tempfile.TemporaryFile(dir=above):
-            pass
-    except OSError as error:
+        return dict(app.parse_args([], exit_on_error=False, print_error=False)[1].arguments)
+    except CycloptsError as error:
+        raise OptionError(f"{path}: {error}") from error
+
+
+def _check_text(flag: str, text: str) -> None:
+    # Text that is not UTF-8, such as the name of a file in Latin-1, can be neither stored nor printed.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(text).decode(errors="backslashreplace")
         raise OptionError(
-            f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
+            f"{flag} must be valid UTF-8, so that it can be stored and printed; got {shown!r}. Rename the file or folder."
         ) from error

@@ -10,27 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from molaplace.cli.decisions import make_decisions
+from molaplace.cli.decisions import Decisions
 from molaplace.cli.folder import PosteriorFolder
-from molaplace.cli.options import (
-    DECISIONS,
-    MORE,
-    DecisionOptions,
-    PosteriorOptions,
-    RunOptions,
-    as_document,
-    option,
-    to_toml,
-)
 from molaplace.cli.prediction_table import PredictionTable
-from molaplace.cli.terminal import finish, showing_progress
 from molaplace.cli.writers import ARRAYS, OutputBatch, open_writer
 from molaplace.data.dataset import InputBatch, SkippedInputs, as_loader_batch, read_batches
 from molaplace.distributed import Team
@@ -38,26 +23,6 @@ from molaplace.errors import OptionError
 from molaplace.options import counted
 from molaplace.posterior import MoLA
 from molaplace.progress import Progress, no_progress
-from molaplace.saving.files import write_atomically
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions(PosteriorOptions, DecisionOptions, RunOptions):
-    """Options for `molaplace predict`."""
-
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
-    inputs: str = option(
-        help="A folder of images, .npz, .npy, .csv, or package.module:function",
-        argument=True,
-    )
-    output: Path = option(
-        Path("predictions.csv"),
-        "File to write: .csv, .jsonl, .parquet or .npz",
-        flags=("--output", "-o"),
-    )
-    probabilities: bool = option(False, "Add the probabilities of all classes")
-    by_class: bool = option(False, "Guarantee the coverage for each class, not only on average", panel=DECISIONS)
-    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
 
 def summary_sentence(summary: dict[str, Any]) -> str:
@@ -76,7 +41,12 @@ def summary_sentence(summary: dict[str, Any]) -> str:
 
 def run_predict(
     fitted: PosteriorFolder,
-    options: PredictOptions,
+    inputs: str,
+    output: Path,
+    decisions: Decisions,
+    *,
+    probabilities: bool = False,
+    strict: bool = False,
     progress: Progress = no_progress,
     team: Team | None = None,
 ) -> dict[str, Any] | None:
@@ -87,15 +57,13 @@ def run_predict(
     All other ranks return None.
     """
     began = time.perf_counter()
-    output = options.output
-    _check_likelihood(fitted, output, probabilities=options.probabilities)
-    decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
+    _check_likelihood(fitted, output, probabilities=probabilities)
     posterior = fitted.posterior
     team = team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
-    everything = options.probabilities or (several and not posterior.is_dense)
+    everything = probabilities or (several and not posterior.is_dense)
     columns = PredictionTable(fitted.output_names, decisions, everything)
-    source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
+    source = fitted.open_dataset(inputs, labelled=False, by_user=True)
     skipped = SkippedInputs()
     sums: Counter[str] = Counter()
     progress("predicting", 0.0)
@@ -105,7 +73,7 @@ def run_predict(
         predicted = _predicted_batches(posterior, batches, columns, arrays=output.suffix == ARRAYS)
         for batch in _in_order(predicted, team):
             assert writer is not None  # `_in_order` yields batches only on rank 0
-            if options.strict:
+            if strict:
                 batch.rows.check_strict()
             skipped.add(source.name, batch.rows)
             sums.update(batch.sums or {})
@@ -165,38 +133,3 @@ def _in_order(batches: Iterator[OutputBatch], team: Team) -> Iterator[OutputBatc
         # Batches are assigned to the processes in turn. A round in which a process has no batch is the last.
         more = None not in collected
         yield from (batch for batch in collected if team.first and batch is not None)
-
-
-def predict(options: PredictOptions) -> None:
-    """Write predictions with calibrated confidence, one row per input.
-
-    A row contains the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance
-    from the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, and --coverage adds
-    conformal sets. Both are calibrated on the validation data that were passed to `molaplace fit`. The row for an unusable input
-    contains an error message instead. For multi-label networks, each label has its own columns. For regression, rows contain
-    means, standard deviations and intervals. Dense outputs are written as maps (.npz) or as means over positions. The options
-    are saved next to the output, in a .toml file for --config.
-
-        molaplace predict posterior images/ -o predictions.csv --error-rate 0.01
-    """
-    from molaplace.cli.folder import open_posterior
-    from molaplace.cli.writers import check_output
-    from molaplace.distributed import join
-
-    output = options.output
-    quiet = options.quiet
-    as_json = options.as_json
-    check_output(output, options.inputs)
-    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
-        progress("loading networks", 0.0)
-        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        summary = run_predict(fitted, options, progress, team)
-    if summary is None:
-        return  # only rank 0 writes and prints
-    run = to_toml(as_document(options, "predict", output.parent))
-    write_atomically(output.with_name(f"{output.name}.toml"), run.encode())
-    if not quiet and not as_json:
-        Console(highlight=False).print(
-            f"{escape(summary_sentence(summary))} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
-        )
-    finish(SkippedInputs(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import click
+import joblib
+import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from tqdm import tqdm
 
 from molaplace.data.dataset import SkippedInputs
 from molaplace.distributed import Team
@@ -21,47 +22,63 @@ from molaplace.progress import Progress, no_progress
 LEFT_OUT = 3
 """Exit code of a command that succeeded but left some inputs out."""
 
+CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables with which users, and torchrun, choose the number of threads themselves."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is."""
+    return Console(stderr=stderr, highlight=False)
+
+
+def limit_threads(most: int | None = None) -> None:
+    """Use at most this number of threads, by default one for each processor that a container grants, unless the environment sets it.
+
+    PyTorch starts one for each processor of the machine; where a container grants a few, they wait for each other.
+    """
+    if not any(name in os.environ for name in CHOICES):
+        torch.set_num_threads(min(torch.get_num_threads(), most or joblib.cpu_count()))
+
 
 @contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Yield a function that shows the current step and the fraction of the work completed, from 0 to 1, on stderr.
+    """Yield a function that shows the current step and the share of the work completed, from 0 to 1, on stderr.
 
-    In a terminal, the progress is a bar, otherwise one line per step. For steps that differ only in their numbers, such as epochs, at
+    In a terminal, the progress is a bar, otherwise a line for each step. For steps that differ only in their numbers, such as epochs, at
     most one line is printed per tenth of the work.
     """
-    console = Console(stderr=True)
+    limit_threads()
     if quiet:
         yield no_progress
-    elif console.is_terminal:
-        columns = (TextColumn("{task.description:<32}"), BarColumn(bar_width=32), TimeElapsedColumn())
-        with ProgressBar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=1.0)
-            yield lambda doing, done: bar.update(task, description=doing, completed=done)
+    elif sys.stderr.isatty():
+        with tqdm(total=1.0, bar_format="{desc:<32} {bar:32} {elapsed}", leave=False) as bar:
+
+            def draw(doing: str, done: float) -> None:
+                bar.set_description_str(doing, refresh=False)
+                bar.update(done - bar.n)
+
+            yield draw
     else:
-        printed = ""
-        tenth = 0
+        printed = ("", -1)
 
         def show(doing: str, done: float) -> None:
-            nonlocal printed, tenth
-            repeated = re.sub(r"\d+", "", doing) == re.sub(r"\d+", "", printed)
-            if doing != printed and not (repeated and int(10 * done) == tenth):
-                console.print(f"{round(100 * done):3d} % {doing}", highlight=False)
-                printed = doing
-                tenth = int(10 * done)
+            nonlocal printed
+            line = (re.sub(r"\d+", "", doing), int(10 * done))
+            if doing != printed[0] and (line[0], line[1]) != (re.sub(r"\d+", "", printed[0]), printed[1]):
+                sys.stderr.write(f"{round(100 * done):3d} % {doing}\n")
+                printed = (doing, line[1])
 
         yield show
 
 
-def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
-    """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
+def finish(skipped: SkippedInputs, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> int:
+    """Report inputs that were left out, or print the summary as JSON. Return the exit code, which is 3 if inputs were left out.
 
     With several processes, the exit code is 0 even then, because torchrun treats any other exit code as a failure.
     """
     if as_json:
-        click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+        sys.stdout.write(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     elif not quiet:
-        console = Console(stderr=True, highlight=False)
         for line in skipped.lines():
-            console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
-    if len(skipped) and team.size == 1:
-        raise click.exceptions.Exit(LEFT_OUT)
+            console(stderr=True).print(line, soft_wrap=True, markup=False)
+    return LEFT_OUT if len(skipped) and team.size == 1 else 0

@@ -1,4 +1,8 @@
-"""`molaplace watch`: predict new inputs, compare them with the validation data, and keep a log and a page."""
+"""`molaplace watch`: predict new inputs, compare them with the validation data, and keep a state, a log and a page.
+
+The state holds the watch, the digests of all inputs and the lines of the log. The state, the log and the page are written together, once
+at the end of a run, so a run that is killed has counted nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +11,54 @@ import hashlib
 import io
 import json
 import math
-import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import torch
-from PIL import Image
-from rich.console import Console
-from rich.markup import escape
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from molaplace.cli.folder import PosteriorFolder, open_posterior
+from molaplace.cli.folder import PosteriorFolder
 from molaplace.cli.job import NAME
-from molaplace.cli.options import MORE, PosteriorOptions, RunOptions, as_document, check_writable, option, to_toml
-from molaplace.cli.terminal import showing_progress
-from molaplace.cli.watch_log import WatchLog, state_of
 from molaplace.data.dataset import Dataset, InputBatch, Loader, SkippedInputs, as_loader_batch, read_batches
+from molaplace.data.preprocessing import Preprocessing
 from molaplace.distributed import Team
-from molaplace.errors import OptionError
+from molaplace.errors import OptionError, StorageError
 from molaplace.monitoring.baseline import LEVELS, Baseline
-from molaplace.monitoring.ranks import Array
 from molaplace.monitoring.stream import WatchOptions, columns_of
-from molaplace.monitoring.watching import KIND, Watch
+from molaplace.monitoring.watching import KIND, SCHEMA, Watch
 from molaplace.options import counted
-from molaplace.progress import Progress
+from molaplace.progress import Progress, no_progress
+from molaplace.report.watch_page import LARGEST, watch_page
 from molaplace.saving.bundle import SCORE
-from molaplace.saving.files import check_folder, file_name, marker_of, replacing
-
-ALARM = 3
-"""Exit code of a run whose stream has left the validation data."""
+from molaplace.saving.files import check_folder, check_writable, encode, file_name, marker_of, read_folder, replacing
+from molaplace.saving.schema import Optional
 
 PAGE = ".html"
 """Ending of the page."""
 
-BATCH = 256
-"""Number of inputs of a line in the log."""
+LINE = {
+    "time": str,
+    **dict.fromkeys(("inputs", "size"), int),
+    "scores": [float],
+    "alarm": bool,
+    **dict.fromkeys(("evidence", "threshold"), float),
+    "began": Optional(int),
+    **dict.fromkeys(("accuracy", "low", "high", "strange"), Optional(float)),
+    "reason": Optional(str),
+    "strangest": [{"name": str, "score": float}],
+}
+"""Schema of a line, which describes a run."""
 
-NAMES_IN_LINE = 3
-"""Number of the strangest inputs of a batch that its line in the log names."""
+NAMED = 3
+"""Number of inputs of a run that a sentence and a line of the log name."""
 
 PICTURES = 12
 """Largest number of inputs of a run that the page shows."""
@@ -60,24 +67,6 @@ CONTRIBUTIONS = "Inputs of this run that are the strongest evidence of the chang
 
 LARGEST_PICTURE = 160
 """Largest side of these pictures, in pixels."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchCommandOptions(PosteriorOptions, RunOptions):
-    """Options for `molaplace watch`."""
-
-    posterior: Path = option(help="Folder written by `molaplace fit`", argument=True)
-    inputs: str = option(
-        help="New inputs, in any order: a folder of images, .npz, .npy, .csv, or package.module:function",
-        argument=True,
-    )
-    log: Path = option(Path("watch.jsonl"), "Log to append to, a line for each batch; the page is written beside it")
-    alpha: float = option(0.01, "Probability of a false alarm over the whole life of the log")
-    recent: int = option(1000, "Number of recent inputs whose accuracy is estimated", minimum=1)
-    val: str | None = option(
-        None, "Labelled data to compare with", panel=MORE, default_text="validation data stored in the folder"
-    )
-    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
 
 @dataclass(frozen=True)
@@ -90,137 +79,187 @@ class InputScore:
 
 
 @dataclass(frozen=True)
-class Highlights:
-    """The inputs of a run that the user should look at; none if the run has no new inputs."""
+class WatchLog:
+    """What the state of a log holds."""
 
-    title: str
-    """What these inputs are."""
-    inputs: list[InputScore]
+    watch: Watch
+    digests: frozenset[int] = frozenset()
+    """Digests of the names and contents of all inputs."""
+    lines: tuple[dict[str, Any], ...] = ()
 
-
-def watch(options: WatchCommandOptions) -> None:
-    """Watch new inputs: raise an alarm if they change, and estimate the accuracy without labels.
-
-    Run the command for each delivery of new inputs, with the same --log. It appends a line for each batch, writes a page with the course
-    over time, and prints whether the inputs still look like the validation data, how accurate the predictions are, and which
-    inputs are strangest. If nothing changes, the probability that any run ever raises an alarm is at most --alpha. An alarm stays until
-    you begin a new log. Inputs that are in the log already, with the same name and content, are passed over, so a delivery may be
-    repeated or grow. The new inputs of a run are counted in a fixed pseudo-random order, so a folder may be sorted by class. The exit
-    code is 3 if there is an alarm, and 0 if not.
-
-        molaplace watch posterior new-images/ --log watch.jsonl
-    """
-    # Imported before any work begins, so that a missing package is reported early.
-    from molaplace.report.watch_page import watch_page
-
-    check_writable(options.log)
-    if options.log.suffix.lower() == PAGE:
-        raise OptionError(f"must not end in {PAGE}, which is the ending of the page beside it.", argument="log")
-    page = options.log.with_suffix(PAGE)
-    run = options.log.with_name(f"{options.log.name}.toml")
-    marker = marker_of(options.log.name)
-    check_folder(page.parent, KIND, (page.name, run.name), marker=marker)
-    check_folder(state_of(options.log), KIND, (file_name(KIND),))
-    skipped = SkippedInputs()
-    with showing_progress(quiet=options.quiet) as progress:
-        progress("loading networks", 0.0)
-        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        source = fitted.open_dataset(options.inputs, labelled=False, by_user=True)
-        log, highlights = run_watch(fitted, options, source, skipped, progress)
-        sentences = [_alarm_sentence(log), _accuracy_sentence(log.watch), _highlights_sentence(highlights)]
-        with replacing(page.parent, KIND, (page.name, run.name), marker=marker) as new:
-            if highlights.inputs or not page.exists():
-                baseline = log.watch.baseline
-                pictures = _pictures(fitted, source, highlights.inputs)
-                content = watch_page(
-                    log.lines, baseline.quantiles, baseline.accuracy, sentences, highlights.title, pictures
+    @classmethod
+    def read(cls, log: Path, new: Watch) -> WatchLog:
+        """Read the state of a log, or begin one with a new watch; raise `StorageError` if the state belongs to another watch."""
+        folder = state_of(log)
+        if not folder.exists():
+            if log.exists():
+                raise StorageError(
+                    f"{log} exists, but {folder}, which holds the ranks of its scores, is missing. Restore it, or choose another --log."
                 )
-                (new / page.name).write_text(content, encoding="utf-8")
-            else:  # a run without new inputs keeps the page of the last run
-                shutil.copyfile(page, new / page.name)
-            document = as_document(options, "watch", run.parent)
-            (new / run.name).write_text(to_toml(document), encoding="utf-8")
-        progress("done", 1.0)
-    if options.as_json:
-        readings = {name: asdict(getattr(log.watch, name)) for name in ("alarm", "accuracy")}
-        click.echo(json.dumps({"inputs": log.watch.count, **readings, "left_out": skipped.left_out}, indent=2))
-    elif not options.quiet:
-        console = Console(highlight=False)
-        for sentence in sentences:
-            console.print(escape(sentence), soft_wrap=True)
-        for line in skipped.lines():
-            Console(stderr=True, highlight=False).print(escape(line), soft_wrap=True)
-    if log.watch.alarm:
-        raise click.exceptions.Exit(ALARM)
+            return cls(new)
+        document, tensors = read_folder(folder, KIND, {**SCHEMA, "lines": [LINE]})
+        watch = Watch.unpack(document, tensors)
+        differences = watch.differences(new)
+        if differences:
+            raise StorageError(
+                f"{log} was begun with another posterior, other validation data or other options. What differs: "
+                f"{', '.join(differences)}. Choose another --log."
+            )
+        return cls(watch, frozenset(tensors["digests"].tolist()), tuple(document["lines"]))
+
+    def write(self, log: Path, run: str, page: str | None) -> None:
+        """Write the state, the log, the options of the run, and the page unless it is None."""
+        state = f"{state_of(log).name}/{file_name(KIND)}"
+        names = (state, log.name, log.with_suffix(PAGE).name, f"{log.name}.toml")
+        document, tensors = self.watch.pack()
+        tensors["digests"] = torch.tensor(sorted(self.digests), dtype=torch.int64, device="cpu")
+        lines = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in self.lines)
+        kept = log.with_suffix(PAGE).read_text(encoding="utf-8") if page is None else page
+        with replacing(log.parent, KIND, names, marker=marker_of(log.name)) as new:
+            (new / state).parent.mkdir()
+            (new / state).write_bytes(encode({**document, "lines": list(self.lines)}, tensors))
+            for name, text in zip(names[1:], (lines, kept, run), strict=True):
+                (new / name).write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class WatchRun:
+    """A run of `molaplace watch`."""
+
+    watch: Watch
+    sentences: list[str]
+    """The alarm, the accuracy and the inputs to look at, in words."""
+    skipped: SkippedInputs
+
+
+def state_of(log: Path) -> Path:
+    """Return the folder of the state of a log, which `Watch.load` reads."""
+    return log.with_name(f"{log.name}.state")
+
+
+def check_log(log: Path) -> None:
+    """Raise an error before any work begins if the files cannot be written."""
+    check_writable(log)
+    if log.suffix.lower() == PAGE:
+        raise OptionError(f"must not end in {PAGE}, which is the ending of the page beside it.", argument="log")
+    names = (log.name, log.with_suffix(PAGE).name, f"{log.name}.toml", f"{state_of(log).name}/{file_name(KIND)}")
+    check_folder(log.parent, KIND, names, marker=marker_of(log.name))
 
 
 def run_watch(
-    fitted: PosteriorFolder, options: WatchCommandOptions, source: Dataset, skipped: SkippedInputs, progress: Progress
-) -> tuple[WatchLog, Highlights]:
-    """Predict the new inputs and write them to the log in the order of their digests; return the closed log and the inputs to show."""
-    baseline = _baseline(fitted, options)
-    new = Watch.of(
-        baseline, WatchOptions(alpha=options.alpha, recent=options.recent, window=max(10_000, options.recent))
-    )
-    names: dict[int, str] = {}
-    parts: list[dict[str, Array]] = []
-    used = 0
-    with WatchLog(options.log, new) as log:
+    fitted: PosteriorFolder,
+    inputs: str,
+    path: Path,
+    *,
+    alpha: float = 0.01,
+    recent: int = 1000,
+    val: str | None = None,
+    strict: bool = False,
+    run: str = "",
+    progress: Progress = no_progress,
+) -> WatchRun:
+    """Predict the inputs that are not in the log, count them in the order of their digests, and write the files.
+
+    `run` is the text of the run file, and `val` names labelled data to compare with, by default those stored in the folder.
+    """
+    settings = WatchOptions(alpha=alpha, recent=recent, window=max(10_000, recent))
+    new = Watch.of(validation_baseline(fitted, val, strict=strict), settings)
+    source = fitted.open_dataset(inputs, labelled=False, by_user=True)
+    skipped = SkippedInputs()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        log = WatchLog.read(path, new)
         first = log.watch.count
-        for batch in read_batches(source, Team.single(), lambda share: progress("watching", share)):
-            if options.strict:
-                batch.check_strict()
-            skipped.add(source.name, batch)
-            if batch.inputs is None:
-                continue
-            usable = _usable_names(batch)
-            used += len(usable)
-            new_rows = []
-            for row, digest in enumerate(_digests(usable, batch.inputs)):
-                if digest not in log.digests and digest not in names:
-                    names[digest] = usable[row]
-                    new_rows.append(row)
-            if not new_rows:
-                continue
-            batch = batch._replace(inputs=tree_map(itemgetter(new_rows), batch.inputs))
-            (prediction,) = fitted.posterior.predict_batches([as_loader_batch(batch._replace(labels=None))])
-            parts.append(columns_of(prediction, baseline))
-        # The files may be sorted by class. In the order of the digests, which is pseudo-random, that is no change.
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-        digests = np.array(list(names), dtype=np.int64)
-        inputs: list[InputScore] = []
-        for rows in np.split(np.argsort(digests), range(BATCH, len(digests), BATCH)):
-            if len(rows):
-                batch_columns = {name: values[rows] for name, values in columns.items()}
-                log.watch.streams = (log.watch.streams[0].add(batch_columns, None, baseline, log.watch.options),)
-                added = [
-                    InputScore(names[digest], score, digest)
-                    for digest, score in zip(digests[rows].tolist(), batch_columns["score"].tolist(), strict=True)
-                ]
-                log.add(_line(log, added))
-                inputs += added
+        columns, added = _predict(fitted, source, strict, log, skipped, progress)
+        title, highlights = STRANGEST, added
+        if added:
+            one = log.watch.streams[0].add(columns, None, new.baseline, settings)
+            watch = Watch(log.watch.baseline, settings, (one,))
+            log = WatchLog(watch, log.digests | {entry.digest for entry in added}, (*log.lines, _line(watch, added)))
+            title, highlights = _highlights(watch, first, added)
+        sentences = [_alarm_sentence(log), _accuracy_sentence(log.watch), _inputs_sentence(title, highlights)]
+        page = None
+        if added or not path.with_suffix(PAGE).exists():  # a run without new inputs keeps the page of the last run
+            baseline = log.watch.baseline
+            pictures = _pictures(source, fitted.preprocessing, highlights)
+            page = watch_page(log.lines, baseline.quantiles, baseline.accuracy, sentences, title, pictures)
+        log.write(path, run, page)
+    progress("done", 1.0)
+    return WatchRun(log.watch, sentences, skipped)
+
+
+@contextmanager
+def _locked(log: Path) -> Iterator[None]:
+    lock = FileLock(log.with_name(f".{log.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise StorageError(
+            f"another process is writing to {log}. Wait until it has finished, or choose another --log."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _predict(
+    fitted: PosteriorFolder,
+    source: Dataset,
+    strict: bool,
+    log: WatchLog,
+    skipped: SkippedInputs,
+    progress: Progress,
+) -> tuple[dict[str, Any], list[InputScore]]:
+    # Return the columns of the inputs that are not in the log, and their names and scores, both in the order of the digests. The files may
+    # be sorted by class; in this order, which is pseudo-random, that is no change.
+    names: dict[int, str] = {}
+    parts: list[dict[str, Any]] = []
+    used = 0
+    for batch in read_batches(source, Team.single(), lambda share: progress("watching", share)):
+        if strict:
+            batch.check_strict()
+        skipped.add(source.name, batch)
+        if batch.inputs is None:
+            continue
+        usable = _usable_names(batch)
+        used += len(usable)
+        rows = []
+        for row, digest in enumerate(_digests(usable, batch.inputs)):
+            if digest not in log.digests and digest not in names:
+                names[digest] = usable[row]
+                rows.append(row)
+        if rows:
+            new = batch._replace(inputs=tree_map(itemgetter(rows), batch.inputs), labels=None)
+            (prediction,) = fitted.posterior.predict_batches([as_loader_batch(new)])
+            parts.append(columns_of(prediction, log.watch.baseline))
     skipped.require_some(used, source.name)
-    return log, _highlights(log.watch, first, inputs)
+    digests = np.array(list(names), dtype=np.int64)
+    order = np.argsort(digests)
+    columns = {name: np.concatenate([part[name] for part in parts])[order] for name in (parts[0] if parts else ())}
+    scores = columns.get("score", np.zeros(0)).tolist()
+    return columns, [
+        InputScore(names[digest], score, digest) for digest, score in zip(digests[order].tolist(), scores, strict=True)
+    ]
 
 
-def _highlights(watch: Watch, first: int, inputs: list[InputScore]) -> Highlights:
+def _highlights(watch: Watch, first: int, inputs: list[InputScore]) -> tuple[str, list[InputScore]]:
     # Scores that are too low may raise the alarm too, and then the strangest inputs are not its reason.
-    if watch.alarm:
-        contributions = watch.streams[0].contributions(first)
-        if contributions:
-            return Highlights(CONTRIBUTIONS, [inputs[entry.position - first] for entry in contributions][:PICTURES])
-    return Highlights(STRANGEST, sorted(inputs, key=lambda entry: -entry.score)[:PICTURES])
+    contributions = watch.streams[0].contributions(first) if watch.alarm else ()
+    if contributions:
+        return CONTRIBUTIONS, [inputs[entry.position - first] for entry in contributions][:PICTURES]
+    return STRANGEST, sorted(inputs, key=lambda entry: -entry.score)[:PICTURES]
 
 
 def _usable_names(batch: InputBatch) -> list[str]:
     return [name for name, error in zip(batch.names, batch.errors, strict=True) if error is None]
 
 
-def _baseline(fitted: PosteriorFolder, options: WatchCommandOptions) -> Baseline:
-    # The validation data of `--val`, or the columns that `molaplace fit` stored.
-    if options.val is not None:
-        source = fitted.open_dataset(options.val, labelled=True, by_user=True)
-        return Baseline.read(fitted.posterior, Loader(source, SkippedInputs(), options.strict))
+def validation_baseline(fitted: PosteriorFolder, val: str | None, *, strict: bool = False) -> Baseline:
+    """Return the baseline of the named validation data, or of the columns that `molaplace fit` stored."""
+    if val is not None:
+        source = fitted.open_dataset(val, labelled=True, by_user=True)
+        return Baseline.read(fitted.posterior, Loader(source, SkippedInputs(), strict))
     columns = fitted.columns
     if SCORE not in columns or fitted.posterior.is_dense:
         why = (
@@ -253,16 +292,14 @@ def _digests(names: Sequence[str], inputs: Any) -> list[int]:
     return digests
 
 
-def _line(log: WatchLog, inputs: list[InputScore]) -> dict[str, Any]:
-    strangest = sorted(inputs, key=lambda entry: -entry.score)[:NAMES_IN_LINE]
-    alarm = log.watch.alarm
-    accuracy = log.watch.accuracy
+def _line(watch: Watch, inputs: list[InputScore]) -> dict[str, Any]:
+    strangest = sorted(inputs, key=lambda entry: -entry.score)[:NAMED]
+    alarm = watch.alarm
+    accuracy = watch.accuracy
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "batch": len(log.lines) + 1,
-        "inputs": log.watch.count,
+        "inputs": watch.count,
         "size": len(inputs),
-        "digests": [entry.digest for entry in inputs],
         "scores": np.quantile([entry.score for entry in inputs], LEVELS).tolist(),
         "alarm": alarm.raised,
         "evidence": alarm.now,
@@ -285,13 +322,11 @@ def _alarm_sentence(log: WatchLog) -> str:
     line = next(line for line in log.lines if line["inputs"] > alarm.began)
     return (
         f"ALARM: the inputs no longer look like the validation data. The change began near input {alarm.began + 1:,} of "
-        f"{alarm.count:,}, in batch {line['batch']} of {line['time'][:10]} ({level})."
+        f"{alarm.count:,}, in the run of {line['time'][:10]} ({level})."
     )
 
 
 def _capital(logarithm: float) -> str:
-    from molaplace.report.watch_page import LARGEST
-
     power = logarithm / math.log(10)
     if power > LARGEST:
         return f"above 1e{LARGEST:.0f}"
@@ -320,14 +355,14 @@ def _accuracy_sentence(watch: Watch) -> str:
     return f"The accuracy on {recent} cannot be estimated: {why}."
 
 
-def _highlights_sentence(highlights: Highlights) -> str:
-    if not highlights.inputs:
+def _inputs_sentence(title: str, inputs: Sequence[InputScore]) -> str:
+    if not inputs:
         return "New inputs: none, because all inputs of this run were in the log before."
-    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in highlights.inputs[:NAMES_IN_LINE])
-    return f"{highlights.title}, with their outlier scores: {names}."
+    names = ", ".join(f"{entry.name} ({entry.score:.1f})" for entry in inputs[:NAMED])
+    return f"{title}, with their outlier scores: {names}."
 
 
-def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[InputScore]) -> list[dict[str, Any]]:
+def _pictures(source: Dataset, preparation: Preprocessing, inputs: Sequence[InputScore]) -> list[dict[str, Any]]:
     # Which inputs are shown is known only once all have been read, so these few are read again.
     urls: dict[int, str | None] = dict.fromkeys(entry.digest for entry in inputs)
     missing = set(urls)
@@ -339,22 +374,19 @@ def _pictures(fitted: PosteriorFolder, source: Dataset, inputs: list[InputScore]
         for row, digest in enumerate(_digests(_usable_names(batch), batch.inputs)):
             if digest in missing:
                 missing.remove(digest)
-                urls[digest] = _picture(fitted, batch.inputs[row : row + 1])
+                urls[digest] = _picture(batch.inputs[row], preparation)
     return [{"name": entry.name, "score": entry.score, "url": urls[entry.digest]} for entry in inputs]
 
 
-def _picture(fitted: PosteriorFolder, inputs: Tensor) -> str | None:
+def _picture(values: Tensor, preparation: Preprocessing) -> str | None:
     # A data URL, or None if the input is no picture.
-    if inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
+    from PIL import Image
+
+    pixels = preparation.pixels(values)
+    if pixels is None:
         return None
-    preprocessing = fitted.preprocessing
-    mean, std = (inputs.new_tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
-    pixels = (inputs[0] * std + mean).cpu()
-    if pixels.min() < -0.01 or pixels.max() > 1.01:
-        return None
-    array = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+    image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).numpy())
     image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
-    stream = io.BytesIO()
-    image.save(stream, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

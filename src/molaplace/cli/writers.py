@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from molaplace.cli.options import check_writable
 from molaplace.data.dataset import InputBatch
 from molaplace.errors import DataError, OptionError
-from molaplace.saving.files import partial_file
+from molaplace.saving.files import check_writable, partial_file
 
 TABLES = (".csv", ".jsonl", ".parquet")
 ARRAYS = ".npz"

@@ -108,7 +108,7 @@ class Loader:
     """The usable inputs of a set as a loader for `mola.fit`, `tune` and `predict`."""
 
     source: Dataset
-    skipped: SkippedInputs
+    skipped: SkippedInputs = field(default_factory=SkippedInputs)
     """Record of unusable inputs."""
     strict: bool = False
     """True if unusable inputs raise an error."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from molaplace.errors import OptionError
 from molaplace.images import NORMALISATIONS, Normalisation, Preparation
@@ -58,6 +59,18 @@ class Preprocessing:
     def normalise(self) -> Normalisation:
         """Function that converts bytes to inputs."""
         return Normalisation(self.mean, self.std)
+
+    def pixels(self, values: Tensor) -> Tensor | None:
+        """Return the bytes (1 or 3, height, width) of which one input was made, or None if it is no picture."""
+        if values.dim() != 3 or len(values) not in (1, 3) or min(values.shape[1:]) < 2:
+            return None
+        mean, std = (
+            torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, 1, 1) for numbers in (self.mean, self.std)
+        )
+        shares = values.double().cpu() * std + mean
+        if float(shares.min()) < -0.01 or float(shares.max()) > 1.01:
+            return None
+        return (shares.clamp(0, 1) * 255).round().to(torch.uint8)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -21,7 +21,7 @@ LARGEST = 12.0
 """Power of ten at which the evidence is cut off in the figure."""
 
 SCORES = (
-    "Outlier scores of each batch: the median, and the ranges of the middle 50 % and 90 % of its inputs. The dashed lines are the same "
+    "Outlier scores of each run: the median, and the ranges of the middle 50 % and 90 % of its inputs. The dashed lines are the same "
     "quantiles of the validation data."
 )
 EVIDENCE = (
@@ -69,7 +69,7 @@ def watch_page(
 
 
 def _panel(lines: Sequence[Mapping[str, Any]], label: str) -> tuple[Figure, Any, np.ndarray[Any, Any]]:
-    # A figure with one panel, and the number of inputs after each batch. A single batch is drawn as a dot.
+    # A figure with one panel, and the number of inputs after each run. A single run is drawn as a dot.
     figure, (panel,) = canvas(1, 1, HEIGHT, WIDTH)
     quiet_axes(panel)
     inputs = np.array([line["inputs"] for line in lines], dtype=float)
@@ -89,7 +89,7 @@ def _line_style(count: int) -> dict[str, Any]:
 
 
 def draw_scores(lines: Sequence[Mapping[str, Any]], quantiles: Sequence[float]) -> Figure:
-    """Draw quantiles of each batch's scores, and those of the validation data."""
+    """Draw quantiles of the scores of each run, and those of the validation data."""
     figure, panel, inputs = _panel(lines, "outlier score")
     scores = np.array([line["scores"] for line in lines], dtype=float).reshape(-1, 5)
     for low, high, alpha in ((0, 4, 0.15), (1, 3, 0.3)):

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, BinaryIO
 
 from filelock import FileLock
@@ -33,7 +33,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from molaplace.errors import StorageError
+from molaplace.errors import OptionError, StorageError
 from molaplace.options import listed
 from molaplace.saving.schema import check, parse
 from molaplace.structures.base import free_memory
@@ -79,6 +79,20 @@ def read_file(path: str | Path, limit: int | None = None) -> bytes:
     """Return the content of a file; see `open_file`."""
     with open_file(path, limit) as file:
         return file.read(os.fstat(file.fileno()).st_size)
+
+
+def check_writable(path: Path) -> None:
+    """Raise `OptionError` before any work begins if a file or folder cannot be created."""
+    parents = (path, *path.absolute().parents)
+    above = next(parent for parent in parents if parent.is_dir() or (parent != path and parent.exists()))
+    try:
+        # os.access is not reliable: for root, it reports that /proc is writable.
+        with TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
+        ) from error
 
 
 @contextmanager
@@ -261,6 +275,7 @@ def _replace(new: Path, folder: Path, kind: str, last: Sequence[str], marker: st
                     move(folder / name, new.with_name("old") / name)
         for name in changed:
             move(new / name, folder / name)
+        (folder / last[0]).parent.mkdir(exist_ok=True)
         (new / last[0]).replace(folder / last[0])
         undo.pop_all()
     for name in last[1:]:
