@@ -125,7 +125,7 @@ def test_a_path_is_no_module(download, name):
     folder = download.posterior(name)
     with pytest.raises(OptionError, match="cannot import"):
         open_posterior(folder, trust=True)
-    with pytest.raises(OptionError, match="Expected package.module:function"):
+    with pytest.raises(OptionError, match=r"Expected package\.module:function"):
         import_builder(name)
     assert not download.witness.exists()
 
