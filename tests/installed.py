@@ -26,7 +26,7 @@ from build.env import DefaultIsolatedEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "cli"
-BARE = {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
+BARE = {"torch", "numpy", "safetensors", "tqdm", "jinja2", "filelock"}
 """Allowed dependencies without extras."""
 
 SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)
