@@ -681,14 +681,13 @@ class LaplaceMixture(Predictor):
         """Return the log marginal likelihood of the training labels under each component, of shape (K,)."""
         return self.log_evidence_at(self.settings)
 
-    def log_evidence_at(self, settings: Settings) -> Tensor:
-        """Return the log evidence (K,) of each component at other settings."""
-        parts = zip(self.components, settings.prior_precision, settings.noise_factors, strict=True)
+    def log_evidence_at(self, settings: Settings, networks: Sequence[int] | None = None) -> Tensor:
+        """Return the log evidence of each component, or of those with the given indices, at other settings."""
+        values = []
         with torch.no_grad():
-            values = [
-                component.log_evidence(torch.tensor(precision, dtype=torch.float64, device="cpu"), factor)
-                for component, precision, factor in parts
-            ]
+            for index in range(len(self.components)) if networks is None else networks:
+                precision = torch.tensor(settings.prior_precision[index], dtype=torch.float64, device="cpu")
+                values.append(self.components[index].log_evidence(precision, settings.noise_factors[index]))
         return torch.stack(values).cpu()
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:

@@ -56,10 +56,8 @@ def _largest_evidence(objective: Objective, group: Sequence[int], log_factor: fl
     noise_factor = (math.exp(log_factor),) * objective.num_networks
 
     def evidence(log_precision: float) -> float:
-        values = objective.log_evidence(
-            objective.settings.at_precision(math.exp(log_precision), noise_factor=noise_factor)
-        )
-        return float(values[list(group)].sum())
+        settings = objective.settings.at_precision(math.exp(log_precision), noise_factor=noise_factor)
+        return float(objective.log_evidence(settings, group).sum())
 
     log_precision = maximise(evidence, math.log(1e-16), math.log(1e16))
     return log_precision, evidence(log_precision)

@@ -88,8 +88,8 @@ class TunableMixture(Protocol):
     def log_distance(self, rows: Rows) -> Tensor:
         """Return the mixture's log distance (n,), relative to the reference."""
 
-    def log_evidence_at(self, settings: Settings) -> Tensor:
-        """Return the log marginal likelihood (K,) of the training labels under each network."""
+    def log_evidence_at(self, settings: Settings, networks: Sequence[int] | None = None) -> Tensor:
+        """Return the log marginal likelihood of the training labels under each network, or under those with the given indices."""
 
     def read(self, loader: Iterable[Any], where: str, *, labelled: bool | None, **options: Any) -> HeldOut:
         """Run the networks over a loader and keep the data."""
@@ -140,9 +140,9 @@ class Objective:
         pairs = [(mixture, data) for mixture, data in self.parts if data is not None]
         return torch.cat([data.by_rows(mixture.log_distance) for mixture, data in pairs])
 
-    def log_evidence(self, settings: Settings) -> Tensor:
-        """Return the log marginal likelihood (K,) of the training labels under each network."""
-        return torch.stack([mixture.log_evidence_at(settings) for mixture, _ in self.parts]).sum(0)
+    def log_evidence(self, settings: Settings, networks: Sequence[int] | None = None) -> Tensor:
+        """Return the log marginal likelihood of the training labels under each network, or under those with the given indices."""
+        return torch.stack([mixture.log_evidence_at(settings, networks) for mixture, _ in self.parts]).sum(0)
 
     def read(self, loader: Iterable[Any], where: str) -> list[HeldOut]:
         """Run the networks of every mixture over another loader, whose labels are ignored."""
