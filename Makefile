@@ -57,7 +57,7 @@ test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long 
 	$(PYTEST) -m '(browser or slow) and not campaign'
 
 test-numerical: $(READY)  ## tests that compare numbers computed in two ways, at the plainest processor level: a minute
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow'
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow' tests/library tests/evaluation
 
 # Not in .ci/run: on Linux, old wheels of torch bring gigabytes of CUDA libraries, unless pip knows an index of CPU builds. The extra
 # `export` is declared for the versions of development alone.
