@@ -373,6 +373,13 @@ class LaplaceMixture(Predictor):
         distances, norms = zip(*pairs, strict=True)
         return torch.stack(distances), torch.stack(norms)
 
+    @property
+    def row_size(self) -> int:
+        """Number of values that a search holds for each row and network: those of the link and of the projected features."""
+        layers = [component.layer for component in self.components if component.layer is not None]
+        outputs = max((layer.curvature.outputs for layer in layers), default=1)
+        return self.link.row_size(outputs) + max((layer.curvature.row_size for layer in layers), default=0)
+
     def log_distance(self, rows: Rows) -> Tensor:
         """Return the mixture's log distance (n,), relative to the reference."""
         assert self.reference is not None  # mixtures with distances have a reference

@@ -85,6 +85,10 @@ class TunableMixture(Protocol):
     def scores_at(self, candidates: Sequence[Settings], rows: Any, score: ScoreFunction) -> list[dict[str, Tensor]]:
         """Return the scores (m,) of each candidate's predictions for projected rows, keyed by name."""
 
+    @property
+    def row_size(self) -> int:
+        """Number of values that a search holds for each row and network."""
+
     def log_distance(self, rows: Rows) -> Tensor:
         """Return the mixture's log distance (n,), relative to the reference."""
 
@@ -211,5 +215,5 @@ class Objective:
 
 
 def _projected(mixture: TunableMixture, data: Any, *, distances: bool) -> Iterator[Any]:
-    for rows in data.chunks(mixture.link.row_size(data.outputs[0].shape[1])):
+    for rows in data.chunks(mixture.row_size):
         yield mixture.project(rows, distances=distances)

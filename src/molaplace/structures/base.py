@@ -135,6 +135,11 @@ class Curvature(ABC):
     def project(self, phi: Tensor) -> Tensor:
         """Return the coordinates z (n, ...) of features (n, P)."""
 
+    @property
+    def row_size(self) -> int:
+        """Number of values of one datum's projected features."""
+        return self.features
+
     @abstractmethod
     def variance(self, z: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """Return the variances (n, C) of the logits."""

@@ -24,6 +24,11 @@ class DenseCurvature(Curvature):
     hidden: bool
     """True if adding the same number to all outputs has no effect."""
 
+    @property
+    def row_size(self) -> int:
+        """Number of values of one datum's projected features: D for each logit."""
+        return self.outputs * len(self.values)
+
     def inverse(self, precision: float | Tensor) -> Tensor:
         """Return the eigenvalues (D,) of the posterior covariance."""
         return 1 / (self.scale * self.values + precision)
