@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,9 +84,9 @@ class KroneckerStructure(Structure):
             hidden=hides_shift(sums),
         )
 
+    @abstractmethod
     def spectrum(self, count: int, outputs: Tensor, features: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the spectrum of `EigenCurvature`, given the number of data and the eigenvalues a (C,) of A and b (P,) of B."""
-        raise NotImplementedError
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of both factors."""
